@@ -5,7 +5,6 @@ transformers' `_beam_search` defines which hypotheses are found; the tests compa
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -52,21 +51,17 @@ class BeamState(DecoderState):
         self._token_positions = self._token_positions.index_select(0, sources)
         self._mask = self._mask.index_select(0, sources)
 
-    def _drop_unused(self) -> None:
-        """Drop tokens that belong to no target."""
-        is_used = (self._mask == 0).any(dim=1)
-        count = int(is_used.sum(dim=1).max())
-        if count < self._token_positions.shape[1]:
-            # Used tokens first, in their order. A source with fewer used tokens keeps some unused ones.
-            indices = is_used.long().argsort(dim=1, descending=True, stable=True)[:, :count]
-            self._target_cache.select_tokens(indices)
-            self._token_positions = self._token_positions.take_along_dim(indices, dim=1)
-            self._mask = self._mask.take_along_dim(indices[:, None], dim=2)
-        self._most_tokens = count + max(_STEPS_BETWEEN * self.copies, int(_SHARE_BETWEEN * count))
-
     def _prepare_step(self) -> None:
         if self._token_positions.shape[1] + self.copies > self._most_tokens:
-            self._drop_unused()
+            is_used = (self._mask == 0).any(dim=1)
+            count = int(is_used.sum(dim=1).max())
+            if count < self._token_positions.shape[1]:
+                # Used tokens first, in their order. A source with fewer used tokens keeps some unused ones.
+                indices = is_used.long().argsort(dim=1, descending=True, stable=True)[:, :count]
+                self._target_cache.select_tokens(indices)
+                self._token_positions = self._token_positions.take_along_dim(indices, dim=1)
+                self._mask = self._mask.take_along_dim(indices[:, None], dim=2)
+            self._most_tokens = count + max(_STEPS_BETWEEN * self.copies, int(_SHARE_BETWEEN * count))
         start = self._token_positions.shape[1]
         stop = start + self.copies
         self._new_entries = self._target_cache.extend(start, self.copies, 2 * max(self._most_tokens, stop))
@@ -75,20 +70,6 @@ class BeamState(DecoderState):
         self._mask = torch.cat((self._mask, new.expand(len(self._mask), -1, -1)), dim=2)
         self._token_positions = nn.functional.pad(self._token_positions, (0, self.copies), value=self.length)
         self._target_biases = self._masked_biases(self._mask, self.length - self._token_positions[:, None])
-
-
-class Candidates(NamedTuple):
-    """Hypotheses with one more token, (sources, candidates) each. Some end, and some continue, (sources, beams)."""
-
-    # Sums of log-probabilities, indices of the beams that the candidates continue, and their last tokens.
-    scores: torch.Tensor
-    parents: torch.Tensor
-    tokens: torch.Tensor
-    # True for hypotheses that end and are good enough to be stored.
-    is_end: torch.Tensor
-    # Indices of the candidates that continue, and the scores with which they continue, best first.
-    chosen: torch.Tensor
-    chosen_scores: torch.Tensor
 
 
 def top_of_rows(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,10 +101,15 @@ class Selection:
         # Enough candidates to continue, even if all end tokens are among them.
         self.num_candidates = max(2, 1 + (0 if self.ends is None else len(self.ends))) * config.num_beams
 
-    def choose(self, log_probs: torch.Tensor, beams: "Beams", num_left: int) -> Candidates:
+    def choose(self, log_probs: torch.Tensor, beams: "Beams", num_left: int) -> tuple[torch.Tensor, ...]:
         """Select the candidates with the highest sums of log-probabilities (sources, beams, V), which are overwritten.
 
         At most `num_left` tokens follow the tokens of this step.
+
+        Returns:
+            Of the candidates, (sources, candidates) each: sums of log-probabilities, indices of the beams that they continue,
+            last tokens, and True for those that end and are good enough to be stored. Of those that continue, (sources, beams)
+            each, best first: their indices among the candidates, and the scores with which they continue.
         """
         num_beams, vocab_size = log_probs.shape[1:]
         # (sources, beams, V) -> (sources, candidates), best first
@@ -136,7 +122,7 @@ class Selection:
         is_end |= num_left == 0
         # The candidates behind the best `num_beams` are there to continue only.
         is_end[:, num_beams:] = False
-        return Candidates(scores, parents, tokens, is_end, chosen, chosen_scores)
+        return scores, parents, tokens, is_end, chosen, chosen_scores
 
     def select_sources(self, sources: torch.Tensor) -> None:
         """Select the sources with these indices, (sources,)."""
@@ -171,20 +157,6 @@ class Beams:
         selected = copy.copy(self)
         vars(selected).update({name: tensor.index_select(0, sources) for name, tensor in vars(self).items()})
         return selected
-
-    def end(
-        self, ids: torch.Tensor, scores: torch.Tensor, is_end: torch.Tensor, length: int, config: GenerationConfig
-    ) -> None:
-        """Store the candidates that have ended (`is_end`), and drop the worst ended hypotheses.
-
-        Candidates have ids (sources, candidates, prompt + length) and sums of log-probabilities (sources, candidates).
-        """
-        scores = scores / length**config.length_penalty + (~is_end).float() * WORST
-        ids = torch.cat((_pad(self.ended_ids, ids.shape[2]), ids), dim=1)
-        lengths = torch.cat((self.ended_lengths, is_end.long() * length), dim=1)
-        self.ended_scores, chosen = torch.cat((self.ended_scores, scores), dim=1).topk(self.scores.shape[1])
-        self.ended_ids = ids.take_along_dim(chosen[:, :, None], dim=1)
-        self.ended_lengths = lengths.take_along_dim(chosen, dim=1)
 
     def are_done(self, length: int, max_length: int, config: GenerationConfig) -> torch.Tensor:
         """Return True for sources whose ended hypotheses can no longer be beaten, (sources,).
@@ -233,10 +205,19 @@ def beam_search(
         )
         ids = torch.cat((beams.ids.take_along_dim(parents[:, :, None], dim=1), tokens[:, :, None]), dim=2)
         beams.ids = ids.take_along_dim(chosen[:, :, None], dim=1)
+        num_tokens = length + 1 - prompt_length
         if bool(is_end.any()):
-            beams.end(ids, scores, is_end, length + 1 - prompt_length, config)
+            # Store the candidates that have ended, and drop the worst ended hypotheses.
+            scores = scores / num_tokens**config.length_penalty + (~is_end).float() * WORST
+            ids = torch.cat(
+                (nn.functional.pad(beams.ended_ids, (0, 1 + length - beams.ended_ids.shape[2])), ids), dim=1
+            )
+            lengths = torch.cat((beams.ended_lengths, is_end.long() * num_tokens), dim=1)
+            beams.ended_scores, best = torch.cat((beams.ended_scores, scores), dim=1).topk(num_beams)
+            beams.ended_ids = ids.take_along_dim(best[:, :, None], dim=1)
+            beams.ended_lengths = lengths.take_along_dim(best, dim=1)
         parents = parents.take_along_dim(chosen, dim=1)
-        is_done = beams.are_done(length + 1 - prompt_length, max_length - prompt_length, config) | (num_left == 0)
+        is_done = beams.are_done(num_tokens, max_length - prompt_length, config) | (num_left == 0)
         if bool(is_done.any()):
             done.append(beams.select_sources(is_done.nonzero()[:, 0]))
             sources = (~is_done).nonzero()[:, 0]
@@ -258,17 +239,18 @@ def _collect(done: list[Beams], prompt_length: int, config: GenerationConfig) ->
     padding = -1 if ends is None else int(config._pad_token_tensor or ends[0])
     order = torch.cat([beams.indices for beams in done]).argsort()
     width = max(beams.ended_ids.shape[2] for beams in done)
-    columns = [(_pad(beams.ended_ids, width), beams.ended_scores, beams.ended_lengths) for beams in done]
+    columns = [
+        (
+            nn.functional.pad(beams.ended_ids, (0, width - beams.ended_ids.shape[2])),
+            beams.ended_scores,
+            beams.ended_lengths,
+        )
+        for beams in done
+    ]
     ids, scores, lengths = (torch.cat(parts).index_select(0, order) for parts in zip(*columns, strict=True))
     scores, best = scores.sort(dim=1, descending=True, stable=True)
     scores, best = scores[:, :count].flatten(), best[:, :count]
     lengths = lengths.take_along_dim(best, dim=1).flatten()
-    ids = ids.take_along_dim(best[:, :, None], dim=1).flatten(0, 1)
-    ids = _pad(ids, prompt_length + int(lengths.max()))
+    ids = ids.take_along_dim(best[:, :, None], dim=1).flatten(0, 1)[:, : prompt_length + int(lengths.max())]
     is_padding = torch.arange(ids.shape[1], device=ids.device) >= prompt_length + lengths[:, None]
     return ids.masked_fill(is_padding, padding), scores
-
-
-def _pad(ids: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad or cut the last axis to so many columns."""
-    return nn.functional.pad(ids, (0, width - ids.shape[-1]))

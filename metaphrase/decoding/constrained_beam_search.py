@@ -9,23 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
-from metaphrase.decoding.beam_search import (
-    WORST,
-    Beams,
-    BeamState,
-    Candidates,
-    Selection,
-    beam_search,
-)
+from metaphrase.decoding.beam_search import WORST, Beams, BeamState, Selection, beam_search
 from metaphrase.decoding.fast_generation import encoded_sources, find_obstacle, prepared_projections
 from metaphrase.decoding.options import are_ends
 from metaphrase.decoding.phrases import encode_phrase
@@ -40,15 +27,12 @@ Phrase = tuple[int | None, ...]
 
 def constrained_beam_search(
     model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
+    input_ids: torch.Tensor,
     force_words_ids: list | None = None,
     first_words_ids: list | None = None,
     special_ids: Sequence[int] = (),
-    **model_kwargs,
-) -> torch.LongTensor | GenerateBeamEncoderDecoderOutput:
+    **kwargs,
+) -> torch.Tensor | GenerateBeamEncoderDecoderOutput:
     """Search for targets with given phrases, as `custom_generate` of `generate(num_beams=..., force_words_ids=...)`.
 
     Phrases may overlap, and a phrase in the prompt counts. Use `bad_words_ids` for tokens that must not occur. The logits
@@ -64,26 +48,34 @@ def constrained_beam_search(
         MetaphraseError: If constraints are malformed or do not fit, other options leave a source without such a target, or the
             fast decoder does not support the model or an option.
     """
-    config = generation_config
-    if reason := find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs):
+    config = kwargs["generation_config"]
+    if reason := find_obstacle(model, input_ids, **kwargs):
         raise MetaphraseError(f"Required phrases need the fast decoder, which does not support {reason}.")
     vocab_size = model.config.decoder_vocab_size
     if config.num_beams < 2:
         raise MetaphraseError(f"`num_beams` must be at least 2 with required phrases, got {config.num_beams}.")
     special = {name: getattr(config, f"_{name}_token_tensor") for name in ("bos", "decoder_start", "pad", "eos")}
     special = {name: set() if ids is None else set(ids.flatten().tolist()) for name, ids in special.items()}
-    constraints = _read_constraints(
-        config.force_words_ids if force_words_ids is None else force_words_ids,
-        first_words_ids,
-        set(range(vocab_size)) - special["eos"] - special["pad"],
-    )
+    forced = config.force_words_ids if force_words_ids is None else force_words_ids
+    firsts = [[]] * len(forced) if first_words_ids is None else first_words_ids
+    usable = set(range(vocab_size)) - special["eos"] - special["pad"]
+    constraints: list[list[Phrase]] = []
+    for words, first in zip(forced, firsts, strict=True):
+        phrases = words if words and isinstance(words[0], list | tuple) else [words]
+        for ids in (*phrases, *first):
+            # Padding or an end would mean that the target has ended.
+            if not ids or not usable.issuperset(ids):
+                raise MetaphraseError(
+                    f"Phrases of `force_words_ids` must hold ids below {max(usable) + 1}, and no end or padding, got {ids}."
+                )
+        constraints.append(list(dict.fromkeys([*map(tuple, phrases), *((START, *ids) for ids in first)])))
     special_ids = {*special_ids, *set().union(*special.values()), config.forced_bos_token_id} - {None}
     automaton = PhraseAutomaton(constraints, vocab_size, input_ids.device, special_ids)
     prompt = input_ids[:: config.num_beams]
-    state = BeamState(model.get_decoder(), *encoded_sources(model_kwargs, config.num_beams))
+    state = BeamState(model.get_decoder(), *encoded_sources(kwargs, config.num_beams))
     project, _ = prepared_projections(model)
     selection = ConstrainedSelection(config, automaton, prompt)
-    ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
+    ids, scores = beam_search(project, state, prompt, kwargs["logits_processor"], config, selection)
     is_lacking = (scores <= WORST / 2).view(len(prompt), -1).any(dim=1)
     if bool(is_lacking.any()):
         raise MetaphraseError(
@@ -96,37 +88,14 @@ def constrained_beam_search(
     return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
 
 
-def _read_constraints(
-    force_words_ids: Sequence, first_words_ids: Sequence | None, usable: set[int]
-) -> list[list[Phrase]]:
-    """Return the phrases of each constraint."""
-    firsts = [[]] * len(force_words_ids) if first_words_ids is None else first_words_ids
-    constraints: list[list[Phrase]] = []
-    for words, first in zip(force_words_ids, firsts, strict=True):
-        phrases = words if words and isinstance(words[0], list | tuple) else [words]
-        for ids in (*phrases, *first):
-            # Padding or an end would mean that the target has ended.
-            if not ids or not usable.issuperset(ids):
-                raise MetaphraseError(
-                    f"Phrases of `force_words_ids` must hold ids below {max(usable) + 1}, and no end or padding, got {ids}."
-                )
-        constraints.append(list(dict.fromkeys([*map(tuple, phrases), *((START, *ids) for ids in first)])))
-    return constraints
-
-
 class PhraseAutomaton:
     """Aho-Corasick automaton of forced phrases: which phrases a target contains, and how far it is in the next one.
 
     A constraint is a set of phrases, one of which must occur. A state, an integer, is the longest prefix of a phrase that the
-    text ends with. Phrases may overlap, and a phrase counts wherever it occurs.
+    text ends with. Phrases may overlap, and a phrase counts wherever it occurs. `alphabet` are all tokens of the phrases,
+    (alphabet,). `num_tokens` tokens meet all constraints from any state.
 
     Source: Aho and Corasick 1975, Efficient String Matching (doi 10.1145/360825.360855).
-
-    Attributes:
-        start: State of an empty target.
-        alphabet: All tokens of the phrases, (alphabet,).
-        num_tokens: Number of tokens that meet all constraints from any state.
-        most_progress: Progress of a target that meets all constraints.
     """
 
     def __init__(
@@ -179,8 +148,7 @@ class PhraseAutomaton:
         self.num_constraints, self.num_tokens, self.most_progress = len(constraints), sum(shortest), sum(longest)
         self.alphabet = torch.tensor(alphabet, dtype=torch.long, device=device)
         self._symbols, self._follow, self._meets = symbols.to(device), follow.to(device), meets.to(device)
-        self._shortest = torch.tensor(shortest, dtype=torch.long, device=device)
-        self._longest = torch.tensor(longest, dtype=torch.long, device=device)
+        self._shortest, self._longest = (torch.tensor(lengths, device=device) for lengths in (shortest, longest))
         self._savings, self._parts = savings.to(device), parts.to(device)
 
     def read(
@@ -228,7 +196,7 @@ class ConstrainedSelection(Selection):
     def select_sources(self, sources: torch.Tensor) -> None:
         self._states, self._is_met = self._states[sources], self._is_met[sources]
 
-    def choose(self, log_probs: torch.Tensor, beams: Beams, num_left: int) -> Candidates:
+    def choose(self, log_probs: torch.Tensor, beams: Beams, num_left: int) -> tuple[torch.Tensor, ...]:
         num_beams, vocab_size = log_probs.shape[1:]
         log_probs = self._mask_dead_ends(log_probs, max(num_left - self._num_reserved, 0))
         scores, candidates = self._pool(log_probs + beams.scores[:, :, None])
@@ -248,7 +216,7 @@ class ConstrainedSelection(Selection):
         chosen = chosen.take_along_dim(best, dim=1)
         self._states = states.take_along_dim(chosen, dim=1)
         self._is_met = is_met.take_along_dim(chosen[..., None], dim=1)
-        return Candidates(scores, parents, tokens, is_end & in_beam & is_possible, chosen, chosen_scores)
+        return scores, parents, tokens, is_end & in_beam & is_possible, chosen, chosen_scores
 
     def _mask_dead_ends(self, log_probs: torch.Tensor, num_left: int) -> torch.Tensor:
         """Mask ends that come too early, and tokens behind which the phrases no longer fit."""
@@ -288,7 +256,7 @@ class ConstrainedSelection(Selection):
         return totals.flatten(1).masked_fill(~is_candidate, -torch.inf).topk(count)
 
     def _behind_alphabet(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return states and met constraints behind each token of the phrases, shape (sources, beams, alphabet)."""
+        # The states and met constraints behind each token of the phrases, (sources, beams, alphabet).
         return self._automaton.read(self._states[..., None], self._is_met[:, :, None], self._automaton.alphabet)
 
     def _allocate(self, progress: torch.Tensor, is_eligible: torch.Tensor) -> torch.Tensor:

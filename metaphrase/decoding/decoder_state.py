@@ -11,17 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from metaphrase.decoding import quantization
-from metaphrase.decoding.prepacked_weights import (
-    LARGEST_SIZE,
-    PrepackedWeight,
-    can_prepack,
-    can_record,
-    is_plain,
-    prepared_copies,
-)
+from metaphrase.decoding import prepacked_weights, quantization
+from metaphrase.decoding.prepacked_weights import LARGEST_SIZE, PrepackedWeight, is_plain
 from metaphrase.decoding.quantization import PackedLinear, ShortlistProjection
-from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseDecoderLayer, MetaphraseSSRU
+from metaphrase.modeling import layers as network
 from metaphrase.modeling.operators import MetaphraseRMSNorm, soft_cap
 from metaphrase.modeling.positions import LearnedPositionEmbedding, rotate
 from metaphrase.modeling.stacks import MetaphraseDecoder
@@ -49,25 +42,31 @@ class PreparedLinear:
     def __init__(self, layers: Sequence[nn.Module], largest: int = LARGEST_SIZE, largest_transposed: int = 2**20):
         """Choose which copies to make of layers, all with a bias or none. A copy is made when it is first needed.
 
-        Weights of more entries than `largest` are not copied, single ones of more than `largest_transposed` not transposed:
-        the transposed copy of a large weight gains too little for the memory, once for each layer.
+        Weights of more entries than `largest` are not copied. A single one of more than `largest_transposed` is not transposed,
+        which gains too little for the memory.
         """
         self.copied: list[torch.Tensor] = []
         self._calls, self._max_transposed_rows, kind = list(layers), 0, type(layers[0])
         if issubclass(kind, PackedLinear) and all(type(layer) is kind for layer in layers):
             # The call of a module takes a tenth of the time of its product.
             self._calls = [(layers[0] if len(layers) == 1 else kind(*layers)).forward]
-        self._reads_weights = all(can_record(layer) and layer.weight.numel() <= largest for layer in layers)
+        self._reads_weights = all(
+            prepacked_weights.can_record(layer) and layer.weight.numel() <= largest for layer in layers
+        )
         if not self._reads_weights:
             return
         self.copied = [parameter for layer in layers for parameter in layer.parameters()]
         self._weights = [layer.weight for layer in layers]
         are_plain = all(map(is_plain, layers))
-        self._is_packed = are_plain and can_prepack(sum(map(len, self._weights)), self._weights[0].shape[1])
+        self._is_packed = are_plain and prepacked_weights.can_prepack(
+            sum(map(len, self._weights)), self._weights[0].shape[1]
+        )
         self._is_transposed = are_plain and (len(layers) > 1 or layers[0].weight.numel() <= largest_transposed)
         self._bias = None if layers[0].bias is None else _join([layer.bias for layer in layers])
         if self._is_transposed:
             self._max_transposed_rows = 1 if self._is_packed else _FEW_TRANSPOSED_ROWS
+        else:
+            self._weight = _join(self._weights)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features of all layers)"""
@@ -79,12 +78,8 @@ class PreparedLinear:
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         if self._is_packed and states.numel() > states.shape[-1]:
             return self._packed(states)
-        return nn.functional.linear(states, self._weight, self._bias)
-
-    @functools.cached_property
-    def _weight(self) -> torch.Tensor:
-        """All weights side by side, (out_features, in_features). A view, if there is a transposed copy."""
-        return self._transposed.t() if self._is_transposed else _join(self._weights)
+        weight = self._transposed.t() if self._is_transposed else self._weight
+        return nn.functional.linear(states, weight, self._bias)
 
     @functools.cached_property
     def _transposed(self) -> torch.Tensor:
@@ -100,14 +95,11 @@ def _join(parameters: list[torch.Tensor]) -> torch.Tensor:
 
 
 class PreparedLayer:
-    """The projections, norms and activation of one decoder layer, in evaluation mode.
+    """The projections, norms and activation of one decoder layer. Projections with the same input stand side by side."""
 
-    Projections with the same input stand side by side: `self_qkv`, `cross_key_value`, and `mlp_input` (gate and up projection).
-    """
-
-    def __init__(self, layer: MetaphraseDecoderLayer):
+    def __init__(self, layer: network.MetaphraseDecoderLayer):
         attention, cross, mlp = layer.self_attn, layer.cross_attn, layer.mlp
-        self.is_recurrent = isinstance(attention, MetaphraseSSRU)
+        self.is_recurrent = isinstance(attention, network.MetaphraseSSRU)
         if self.is_recurrent:
             self.ssru_input = PreparedLinear([attention.input_proj])
             self.ssru_forget = PreparedLinear([attention.forget_proj])
@@ -133,8 +125,8 @@ class PreparedLayer:
             [prepared_norm(getattr(layer, name + kind, no_norm)) for name in names]
             for kind in ("_norm", "_output_norm")
         )
-        others = [prepared_norm(no_norm)] * 3
-        self.input_norms, self.sum_norms = (norms, others) if layer.is_pre_norm else (others, norms)
+        no_norms = [prepared_norm(no_norm)] * 3
+        self.input_norms, self.sum_norms = (norms, no_norms) if layer.is_pre_norm else (no_norms, norms)
 
 
 def prepared_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -160,17 +152,14 @@ def prepare_head(head: nn.Linear) -> tuple[tuple[PreparedLinear, ShortlistProjec
 
 def prepared_rows(head: nn.Module, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return a head's projection to the logits of some tokens, (count,), or None if its rows cannot be selected."""
-    if is_hooked(head):
-        return None
-    if isinstance(head, PackedLinear):
+    if isinstance(head, PackedLinear) and not is_hooked(head):
         return head.select_outputs(tokens).forward
-    if type(head) is not nn.Linear:
+    if type(head) is not nn.Linear or is_hooked(head):
         return None
     # Indexing takes several times as long. A transposed or prepacked copy would not pay for one batch.
-    weight, bias = (
-        None if part is None else part.detach().index_select(0, tokens) for part in (head.weight, head.bias)
-    )
-    return functools.partial(nn.functional.linear, weight=weight, bias=bias)
+    parts = {"weight": head.weight, "bias": head.bias}
+    parts = {name: None if part is None else part.detach().index_select(0, tokens) for name, part in parts.items()}
+    return functools.partial(nn.functional.linear, **parts)
 
 
 class KeyValueCache:
@@ -221,10 +210,8 @@ class KeyValueCache:
         self.values[..., start:count, :] = values.view(*flat.shape, head_dim)
 
     def views(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return keys (rows * heads, head_dim, length) and values (rows * heads, length, head_dim) of each layer.
-
-        A view costs as much as a small product. One call makes the views of all layers.
-        """
+        """Return keys (rows * heads, head_dim, length) and values (rows * heads, length, head_dim) of each layer."""
+        # A view costs as much as a small product. One call makes the views of all layers.
         keys, values = self.keys[..., :length], self.values[..., :length, :]
         return list(zip(keys.flatten(1, 2).unbind(0), values.flatten(1, 2).unbind(0), strict=True))
 
@@ -239,7 +226,11 @@ class _AbsorbedAttention:
     """
 
     def __init__(
-        self, attention: MetaphraseAttention, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
+        self,
+        attention: network.MetaphraseAttention,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        bias: torch.Tensor | None,
     ):
         """Read keys (key_value_heads, head_dim, S), values (key_value_heads, S, head_dim) and a bias of the scores, (S,)."""
         query, output, groups = attention.q_proj, attention.o_proj, attention.num_key_value_groups
@@ -270,23 +261,15 @@ class _AbsorbedAttention:
 class DecoderState:
     """The kv cache of all layers, for sources and for targets that do not depend on each other.
 
-    A source has one target at first; `expand_beams` makes several, which stay side by side. A row is a target. `BeamState`
-    holds targets that continue one another.
-
-    Attributes:
-        length: Tokens of each target so far.
-        copies: Targets of each source.
+    A source has one target at first, and later `copies` of them, which stay side by side. A row is a target, of `length` tokens
+    so far. A step reads `width` tokens of it. `BeamState` holds targets that continue one another.
     """
 
-    # Tokens that a step reads of a target.
     width = 1
 
     def __init__(self, decoder: MetaphraseDecoder, encoder_output: torch.Tensor, attention_mask: torch.Tensor | None):
-        """Project the encoder output (sources, S, D) to keys and values, for a decoder in evaluation mode.
-
-        The mask (sources, S) is 0 for padding.
-        """
-        self.decoder, self.layers = decoder, prepared_copies(decoder, decoder.layers, _prepare_layers)
+        """Project the encoder output (sources, S, D) to keys and values. The mask (sources, S) is 0 for padding."""
+        self.decoder, self.layers = decoder, prepacked_weights.prepared_copies(decoder, decoder.layers, _prepare_layers)
         self._embedding_norm, self._norm = prepared_norm(decoder.embedding_norm), prepared_norm(decoder.norm)
         self.length, self.copies = 0, 1
         # Rows that share one row of the target cache.
@@ -324,13 +307,10 @@ class DecoderState:
         self.num_positions = 0
         self._bias_of_layer = decoder.position_biases()
         self._biases: dict[nn.Module | None, torch.Tensor | None] = {}
-        self._positions: torch.Tensor | None = None
-        self._rotations: Rotation = None
+        self._positions = self._rotations = None
         # For the current step: by layer, where new keys and values are written and the cache to attend to; by position bias, the
         # bias of the scores.
-        self._new_entries: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._target_views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._target_biases: dict[nn.Module | None, torch.Tensor | None] = {}
+        self._new_entries, self._target_views, self._target_biases = [], [], {}
         # A first operand that `baddbmm` does not read. Making one takes as long as a small product.
         self._unread = torch.empty(1, dtype=torch.float32, device=self.device)
 
@@ -432,11 +412,8 @@ class DecoderState:
         }
 
     def _masked_biases(self, mask: torch.Tensor, distances: torch.Tensor) -> dict[nn.Module | None, torch.Tensor]:
-        """Return the biases of the scores, (sources, 1 or key_value_heads, copies * groups, tokens).
-
-        The mask is added, (sources, copies, tokens). `distances` lead from the last token of a target back to each token, which
-        may differ between the targets, (sources, 1 or copies, tokens).
-        """
+        """Add a mask (sources, copies, tokens) to biases: (sources, 1 or key_value_heads, copies * groups, tokens)."""
+        # The distances lead from the last token of a target back to each token, (sources, 1 or copies, tokens).
         biases = {}
         for module, bias in self._biases.items():
             # (sources, 1, copies, 1, tokens)

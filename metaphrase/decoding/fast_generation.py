@@ -19,13 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 from metaphrase.decoding import prepacked_weights
 from metaphrase.decoding.beam_search import BeamState, Selection, beam_search
 from metaphrase.decoding.decoder_state import DecoderState, prepare_head, prepared_rows
-from metaphrase.decoding.options import (
-    ROW_PROCESSORS,
-    are_ends,
-    only_lower,
-    process,
-    process_permitted,
-)
+from metaphrase.decoding.options import ROW_PROCESSORS, are_ends, only_lower, process
 from metaphrase.decoding.prepacked_weights import can_record, prepared_copies, walk
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling.configuration_metaphrase import SLIDING
@@ -41,6 +35,11 @@ _SUPPORTED_ARGUMENTS = {"attention_mask", "encoder_outputs", "labels", "logits_t
 # Attention kernels of torch and transformers, which give equal results. A user's own kernel runs in transformers' loops.
 _SUPPORTED_KERNELS = {"eager", "sdpa", "flex_attention"}
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
+# Methods of the network, which a subclass may override.
+_FORWARD, _PREPARE_INPUTS, _PROJECT = (
+    getattr(MetaphraseForConditionalGeneration, name)
+    for name in ("forward", "prepare_inputs_for_generation", "project")
+)
 
 
 def is_metaphrase(model: object) -> bool:
@@ -52,12 +51,9 @@ def is_metaphrase(model: object) -> bool:
 def generate(
     model: PreTrainedModel,
     input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
     return_scores: bool | None = None,
     permitted: torch.Tensor | None = None,
-    **model_kwargs,
+    **kwargs,
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
     """Decode by greedy search, sampling or beam search: by the fast loop if it can, else by transformers' loop.
 
@@ -72,18 +68,16 @@ def generate(
         permitted: Tokens to select from, (count,), beside those of the prompt and the configuration. Transformers' loops, and
             heads whose rows cannot be selected, select from all tokens.
     """
-    config = generation_config
-    reason = find_obstacle(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs)
+    config, processors = kwargs["generation_config"], kwargs["logits_processor"]
+    reason = find_obstacle(model, input_ids, **kwargs)
     if return_scores is None and config.return_dict_in_generate and not reason:
         reason = "return_dict_in_generate"
     model.search_obstacle = reason
     logger.debug("decoding by the %s", f"transformers loop: {reason}" if reason else "fast loop")
     if reason:
-        return _generate_by_transformers(
-            model, input_ids, logits_processor, stopping_criteria, config, return_scores, **model_kwargs
-        )
+        return _generate_by_transformers(model, input_ids, return_scores, **kwargs)
     copies, head = max(config.num_beams, config.num_return_sequences), None
-    sources, prompt = encoded_sources(model_kwargs, copies), input_ids[::copies]
+    sources, prompt = encoded_sources(kwargs, copies), input_ids[::copies]
     project, best_tokens = prepared_projections(model)
     if permitted is not None:
         # Ascending, with the tokens of the prompt, the ends and the forced tokens.
@@ -97,14 +91,22 @@ def generate(
         permitted = None
     else:
         project, best_tokens = functools.partial(model.project, head=head), None
-        if logits_processor:
-            logits_processor = [process_permitted(logits_processor, permitted, model.config.decoder_vocab_size)]
+        if processors:
+            all_processors = processors
+
+            def process_rows(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+                """Let the processors see the scores of all tokens."""
+                whole = scores.new_full((len(scores), model.config.decoder_vocab_size), -torch.inf)
+                whole[:, permitted] = scores
+                return process(all_processors, ids, whole)[:, permitted]
+
+            processors = [process_rows]
     if config.num_beams > 1:
         state, selection = BeamState(model.get_decoder(), *sources), Selection(config, permitted)
-        ids, scores = beam_search(project, state, prompt, logits_processor, config, selection)
+        ids, scores = beam_search(project, state, prompt, processors, config, selection)
     else:
         state, rest = DecoderState(model.get_decoder(), *sources), (config, bool(return_scores), best_tokens, permitted)
-        ids, scores = sample(project, state, prompt, copies, logits_processor, *rest)
+        ids, scores = sample(project, state, prompt, copies, processors, *rest)
     if return_scores is None:
         return ids
     return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
@@ -118,23 +120,18 @@ def encoded_sources(model_kwargs: dict, copies: int) -> tuple[torch.Tensor, torc
 
 
 def _generate_by_transformers(
-    model: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    return_scores: bool | None,
-    **model_kwargs,
+    model: PreTrainedModel, input_ids: torch.LongTensor, return_scores: bool | None, **kwargs
 ) -> torch.Tensor | GenerateBeamEncoderDecoderOutput | GenerateEncoderDecoderOutput:
+    config, step_scores = kwargs["generation_config"], SequenceScores()
     loop = GenerationMixin._sample if config.num_beams == 1 else GenerationMixin._beam_search
-    step_scores = SequenceScores()
     if return_scores is not None:
         config.return_dict_in_generate, config.output_scores = True, return_scores
     if return_scores:
-        stopping_criteria = StoppingCriteriaList([*stopping_criteria, step_scores])
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*kwargs["stopping_criteria"], step_scores])
         if config.do_sample and config.num_beams == 1:
-            logits_processor = LogitsProcessorList([step_scores.read_logits, *logits_processor])
-    output = loop(model, input_ids, logits_processor, stopping_criteria, config, **model_kwargs)
+            processors = [step_scores.read_logits, *kwargs["logits_processor"]]
+            kwargs["logits_processor"] = LogitsProcessorList(processors)
+    output = loop(model, input_ids, **kwargs)
     if return_scores is None:
         return output
     scores = getattr(output, "sequences_scores", None)
@@ -156,12 +153,14 @@ def prepared_projections(
     head, shortlist = model.get_output_embeddings(), None
     if not is_hooked(head) and can_record(head) and head.weight.device.type == "cpu":
         head, shortlist = prepared_copies(model.get_decoder(), head, prepare_head)
-    is_plain = _is_of_package(model, "project") and model.config.final_logit_softcapping is None
+    project, best_tokens = functools.partial(model.project, head=head), None
+    is_plain = type(model).project is _PROJECT and model.config.final_logit_softcapping is None
+    if is_plain and shortlist is not None:
 
-    def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
-        return shortlist(model.transform(hidden_states), *arguments)
+        def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
+            return shortlist(model.transform(hidden_states), *arguments)
 
-    return functools.partial(model.project, head=head), best_tokens if is_plain and shortlist is not None else None
+    return project, best_tokens
 
 
 def find_obstacle(
@@ -229,18 +228,13 @@ def find_obstacle_of_model(
         "hook or own forward": "prepare_inputs_for_generation" in attributes
         # accelerate casts around the original `forward`, which it stores.
         or ("forward" in attributes and "_original_forward" not in attributes)
-        or not all(_is_of_package(model, name) for name in ("forward", "prepare_inputs_for_generation"))
+        or type(model).forward is not _FORWARD
+        or type(model).prepare_inputs_for_generation is not _PREPARE_INPUTS
         or any(module._forward_pre_hooks or "_hf_hook" in vars(module) for module in modules)
         # transformers leaves hooks behind that recorded hidden states or attention weights.
         or any(getattr(hook, "__module__", None) != capture_outputs.__module__ for hook in hooks),
     }
     return next((name for name, is_met in conditions.items() if is_met), None)
-
-
-def _is_of_package(model: PreTrainedModel, method: str) -> bool:
-    """Return True if a method is defined by the network itself, not by a subclass elsewhere."""
-    modules = getattr(type(model), method).__module__, MetaphraseForConditionalGeneration.__module__
-    return len({module.rpartition(".")[0] for module in modules}) == 1
 
 
 def sample(
@@ -259,8 +253,6 @@ def sample(
     Args:
         project: Returns logits from the decoder's output.
         state: State of the sources, before the prompt (sources, length).
-        copies: Targets of each source.
-        config: As `generate()` prepares it, with all special ids and limits.
         with_scores: True returns log-probabilities: of samples under the model itself, of greedy search after the processors.
         best_tokens: The second function of `prepared_projections`. Only greedy search of one target without scores calls it.
         permitted: The token of each logit, (V,). None means all tokens of the vocabulary.
@@ -340,17 +332,14 @@ def _draw(scores: torch.Tensor) -> torch.Tensor:
 class SequenceScores(StoppingCriteria):
     """A criterion that never stops. It reads the scores of each step when the tokens are selected, and then empties them.
 
-    transformers' loops return the scores of beams only if they also store the scores of all tokens and steps.
+    transformers' loops return the scores of beams only if they also store the scores of all tokens and steps. `log_probs` has one
+    tensor (rows,) per step. Samples are scored by the logits, which the first of the logits processors reads.
     """
 
     def __init__(self):
-        # One tensor (rows,) per step.
-        self.log_probs: list[torch.Tensor] = []
-        # Logits of this step, which samples are scored by.
-        self._logits: torch.Tensor | None = None
+        self.log_probs, self._logits = [], None
 
     def read_logits(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
-        """Store the logits of a step, as the first of the logits processors."""
         # A caller's own processor may change them in place.
         self._logits = logits.clone()
         return logits

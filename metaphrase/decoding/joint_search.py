@@ -14,16 +14,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamEncoderDecoderOutput
 
+from metaphrase.decoding import fast_generation
 from metaphrase.decoding.beam_search import BeamState, beam_search
 from metaphrase.decoding.decoder_state import DecoderState
-from metaphrase.decoding.fast_generation import (
-    encoded_sources,
-    find_obstacle,
-    find_obstacle_of_model,
-    is_metaphrase,
-    prepared_projections,
-    sample,
-)
 from metaphrase.decoding.options import are_ends, process
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import longest_source
@@ -47,7 +40,7 @@ def join_generators(generator: Generator, options: dict[str, Any]) -> tuple[list
     if generator.members:
         raise MetaphraseError("`assistant_model` must be left out for an ensemble, got one.")
     if not isinstance(assistant, Generator):
-        if not (is_metaphrase(generator.model) and is_metaphrase(assistant)):
+        if not (fast_generation.is_metaphrase(generator.model) and fast_generation.is_metaphrase(assistant)):
             # transformers' own assisted decoding runs, one source at a time.
             return [], None
         reading = {"source_prefix": generator.source_prefix, "max_source_length": generator.max_source_length}
@@ -65,7 +58,7 @@ def _check_partner(generator: Generator, partner: Generator, name: str) -> None:
     """Raise `MetaphraseError` if another generator, set by the option `name`, cannot write a target together with this one."""
     check_single(partner, name)
     for model in (generator.model, partner.model):
-        if not is_metaphrase(model):
+        if not fast_generation.is_metaphrase(model):
             raise MetaphraseError(
                 f"`{name}` and the first model must both be Metaphrase models, got {type(model).__name__}: "
                 "convert it with `metaphrase convert`."
@@ -96,8 +89,8 @@ def start_search(
     `partners` are the other models, with `input_ids` and `attention_mask` (sources, S) of the same sources.
     """
     models, config = [model, *(partner for partner, _ in partners)], kwargs["generation_config"]
-    obstacles = [find_obstacle(model, input_ids, **kwargs)]
-    obstacles += [find_obstacle_of_model(partner, config) for partner in models[1:]]
+    obstacles = [fast_generation.find_obstacle(model, input_ids, **kwargs)]
+    obstacles += [fast_generation.find_obstacle_of_model(partner, config) for partner in models[1:]]
     if state_class is BlockState and any(item.config.decoder_self_attention == SSRU for item in models):
         # A recurrence cannot forget its last tokens.
         obstacles.append("`decoder_self_attention` ssru with `assistant_model`")
@@ -106,11 +99,11 @@ def start_search(
             "A search with several models must be greedy, by beams or sampling, in float32 or bfloat16, with a dynamic "
             f"cache, and without streamers and hooks. Not supported here: {obstacle}."
         )
-    encoded = [encoded_sources(kwargs, max(config.num_beams, config.num_return_sequences))]
+    encoded = [fast_generation.encoded_sources(kwargs, max(config.num_beams, config.num_return_sequences))]
     for partner, inputs in partners:
         encoded.append((partner.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"]))
     states = [state_class(item.get_decoder(), *source) for item, source in zip(models, encoded, strict=True)]
-    return [prepared_projections(item)[0] for item in models], states
+    return [fast_generation.prepared_projections(item)[0] for item in models], states
 
 
 class EnsembleState:
@@ -154,7 +147,9 @@ class EnsembleSearch:
         if config.num_beams > 1:
             ids, scores = beam_search(project, state, input_ids[::copies], processors, config)
         else:
-            ids, scores = sample(project, state, input_ids[::copies], copies, processors, config, return_scores)
+            ids, scores = fast_generation.sample(
+                project, state, input_ids[::copies], copies, processors, config, return_scores
+            )
         return GenerateBeamEncoderDecoderOutput(sequences=ids, sequences_scores=scores)
 
 

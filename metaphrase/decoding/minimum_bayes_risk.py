@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sacrebleu.metrics import BLEU, CHRF
-from transformers import GenerationConfig
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import read_options
@@ -21,21 +20,6 @@ _DISTORTIONS = (
 )
 
 UTILITIES = {"chrf": CHRF(), "bleu": BLEU(effective_order=True)}
-
-
-def _weigh(texts: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
-    """Return the probability of each distinct candidate, normalized to sum 1.
-
-    The scores are log-probabilities of the candidates of a beam, or length-normalized. Samples have equal scores, so that the
-    share of a text is its weight.
-
-    Source: Kumar and Byrne 2004; for samples, Eikema and Aziz 2020, arXiv 2005.10283.
-    """
-    highest, weights = max(scores), dict.fromkeys(texts, 0.0)
-    for text, score in zip(texts, scores, strict=True):
-        weights[text] += math.exp(score - highest)
-    total = sum(weights.values())
-    return {text: weight / total for text, weight in weights.items()}
 
 
 def expected_utilities(
@@ -68,17 +52,44 @@ def generate_mbr(
     if utility not in UTILITIES:
         raise MetaphraseError(f"`utility` must be one of {', '.join(UTILITIES)}, got {utility!r}.")
     options = read_options(options)
+    if "num_return_sequences" in options:
+        raise MetaphraseError(
+            f"`num_return_sequences` is set by `num_candidates`, got {options['num_return_sequences']}."
+        )
+    has_beams = (options.get("num_beams") or 1) > 1
+    if has_beams:
+        settings = {"do_sample": False, **complete_sampling(options)}
+    else:
+        # Samples of the whole distribution: override the model's own settings, and transformers' default `top_k` of 50. The
+        # caller's options come first.
+        config = generator.model.generation_config
+        settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        settings |= {name: None for name in _DISTORTIONS if getattr(config, name, None) is not None}
+        settings |= complete_sampling(options) | {"num_beams": 1}
 
-    def draw(name: str, count: int) -> list[dict[str, float]]:
-        settings = _candidate_options(generator.model.generation_config, name, count, options)
-        has_beams = settings["num_beams"] > 1
-        rows = generator.generate_n_best(texts, return_scores=has_beams, show_progress=show_progress, **settings)
-        return [_weigh([c.text for c in row], [c.score if has_beams else 0.0 for c in row]) for row in rows]
+    def draw(count: int) -> list[dict[str, float]]:
+        """Return candidates of each source with their probabilities, normalized to sum 1.
 
-    candidates = references = draw("num_candidates", num_candidates)
+        The scores of a beam are log-probabilities, or length-normalized. Samples have equal scores: the share of a text is its
+        weight.
+
+        Source: Kumar and Byrne 2004; for samples, Eikema and Aziz 2020, arXiv 2005.10283.
+        """
+        arguments = settings | {"num_return_sequences": count, "return_scores": has_beams}
+        rows = []
+        for row in generator.generate_n_best(texts, show_progress=show_progress, **arguments):
+            weights = dict.fromkeys([candidate.text for candidate in row], 0.0)
+            highest = max(candidate.score for candidate in row) if has_beams else 0.0
+            for candidate in row:
+                weights[candidate.text] += math.exp(candidate.score - highest) if has_beams else 1.0
+            total = sum(weights.values())
+            rows.append({text: weight / total for text, weight in weights.items()})
+        return rows
+
+    candidates = references = draw(num_candidates)
     if num_references is not None:
         num_truncated = generator.num_truncated
-        references = draw("num_references", num_references)
+        references = draw(num_references)
         # The pseudo-references came from the same sources, which count once.
         generator.num_truncated = num_truncated
     selected = []
@@ -87,19 +98,3 @@ def generate_mbr(
         best = max(range(len(utilities)), key=utilities.__getitem__)
         selected.append(ScoredText(list(row)[best], utilities[best]))
     return selected
-
-
-def _candidate_options(config: GenerationConfig, name: str, count: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that draw `count` targets of each source: samples of the whole distribution, or those of a beam.
-
-    `name` is the option of the count, for errors. The caller's options override what makes the distribution whole.
-    """
-    if "num_return_sequences" in options:
-        raise MetaphraseError(f"`num_return_sequences` is set by `{name}`, got {options['num_return_sequences']}.")
-    num_beams = options.get("num_beams") or 1
-    if num_beams > 1:
-        return {"do_sample": False, **complete_sampling(options), "num_return_sequences": count}
-    # Override the model's own settings, and transformers' default `top_k` of 50.
-    whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    whole |= {name: None for name in _DISTORTIONS if getattr(config, name, None) is not None}
-    return whole | complete_sampling(options) | {"num_beams": 1, "num_return_sequences": count}

@@ -1,6 +1,6 @@
 """Logits processors of `generate()`: which of them the fast loops support, and how they are applied."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers import LogitsProcessor
@@ -46,19 +46,6 @@ def process(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: to
     for processor in processors:
         scores = processor(ids, scores)
     return scores
-
-
-def process_permitted(
-    processors: Sequence[LogitsProcessor], permitted: torch.Tensor, vocab_size: int
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a processor for the scores (rows, count) of permitted tokens (count,). The processors see those of all tokens."""
-
-    def process_rows(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        whole = scores.new_full((len(scores), vocab_size), -torch.inf)
-        whole[:, permitted] = scores
-        return process(processors, ids, whole)[:, permitted]
-
-    return process_rows
 
 
 def are_ends(tokens: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:

@@ -6,7 +6,6 @@ weight has changed.
 """
 
 import functools
-import math
 import operator
 import platform
 import weakref
@@ -47,20 +46,13 @@ def prepared_copies(
 
     `prepare` makes the copies, and returns them with the weights on which they depend; see `WeightRecord`.
     """
-    copies_of_owner = _copies.setdefault(owner, {})
-    copies, record = copies_of_owner.get(prepare, (None, None))
-    if record is None or not record.is_current(module):
+    of_owner = _copies.setdefault(owner, {})
+    if prepare not in of_owner or not of_owner[prepare][1].is_current(module):
         # The memory of the old copies is free before new copies are made.
-        copies = record = None
-        copies_of_owner.pop(prepare, None)
+        of_owner.pop(prepare, None)
         copies, weights = prepare(module)
-        copies_of_owner[prepare] = copies, WeightRecord(module, weights)
-    return copies
-
-
-def free_copies(owner: nn.Module) -> None:
-    """Free all copies of an owner's weights: training needs the memory and will change the weights."""
-    _copies.pop(owner, None)
+        of_owner[prepare] = copies, WeightRecord(module, weights)
+    return of_owner[prepare][0]
 
 
 class WeightRecord:
@@ -73,13 +65,9 @@ class WeightRecord:
 
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]):
         self._module, self._modules, self._weights = module, walk(module), weights
-        # Views show the current entries as long as the addresses are the same.
-        self._views = []
-        for weight in weights:
-            # A stride without a common divisor with the row length meets different columns in each row.
-            longest = max(1, weight.numel() // _SAMPLED_ENTRIES)
-            stride = next(step for step in range(longest, 0, -1) if math.gcd(step, weight.shape[-1]) == 1)
-            self._views.append(weight.detach().flatten()[::stride])
+        # Views show the current entries as long as the addresses are the same. An odd step meets many columns.
+        steps = [max(1, weight.numel() // _SAMPLED_ENTRIES) | 1 for weight in weights]
+        self._views = [weight.detach().flatten()[::step] for weight, step in zip(weights, steps, strict=True)]
         self._objects, self._versions, self._entries = self._read()
 
     def is_current(self, module: nn.Module) -> bool:
@@ -94,7 +82,6 @@ class WeightRecord:
         )
 
     def _read(self) -> tuple[list[Any], list[tuple[int, int]], torch.Tensor]:
-        """Return the objects in the module, and the addresses, versions and sampled entries of the weights."""
         objects: list[Any] = []
         for module in self._modules:
             # A parametrization changes the class. Reading the dictionaries is many times faster than looking up each name.
@@ -125,7 +112,6 @@ def can_record(layer: nn.Module) -> bool:
 
 
 def _prepack(layers: nn.Module) -> tuple[list[tuple[nn.Linear, "PrepackedWeight"]], list[torch.Tensor]]:
-    """Return the linear layers that gain by prepacked weights with these weights, and the weights that were packed."""
     linears = [layer for layer in layers.modules() if is_plain(layer) and can_record(layer)]
     linears = [layer for layer in linears if layer.weight.numel() <= LARGEST_SIZE and can_prepack(*layer.weight.shape)]
     packed = [(layer, PrepackedWeight(layer.weight, layer.bias)) for layer in linears]
@@ -164,22 +150,16 @@ def prefers_onednn() -> bool:
 
 def is_plain(layer: nn.Module) -> bool:
     """Return True if a layer is an `nn.Linear` with a weight in float32 on a CPU."""
-    weight = getattr(layer, "weight", None)
-    return (
-        type(layer) is nn.Linear
-        # torchao puts tensors of other classes into an `nn.Linear`.
-        and type(weight.data) is torch.Tensor
-        and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-    )
+    if type(layer) is not nn.Linear:
+        return False
+    weight = layer.weight
+    # torchao puts tensors of other classes into an `nn.Linear`.
+    return type(weight.data) is torch.Tensor and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
 @functools.cache
 def can_prepack(out_features: int, in_features: int) -> bool:
-    """Return True if a weight of this shape gains by it, and the operators compute the right products here.
-
-    The operators are private to torch, and may refuse other numbers of rows than the weight was packed for.
-    """
+    """Return True if a weight of this shape gains by it, and torch's private operators compute the right products here."""
     if out_features * in_features < _LEAST_SIZE or in_features < _LEAST_WIDTH:
         return False
     # A long weight has many equal blocks. One of them and the remainder are checked.
@@ -225,7 +205,8 @@ def plug_in() -> None:
 
     def train(stack, mode=True):
         if mode:
-            free_copies(stack)
+            # Free the copies: training needs the memory and changes the weights.
+            _copies.pop(stack, None)
         return plain_train(stack, mode)
 
     MetaphraseEncoder.encode, Stack.train = encode, train
@@ -238,13 +219,13 @@ def encode_without_padding(
 
     None means that packing would not be faster, or that hooks of the layers would see the packed row.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or packed_stacks.asks_for_reference(encoder):
-        return None
-    if not is_padding_mask(attention_mask) or attention_mask.shape != embeddings.shape[:2]:
+    is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if is_graph or encoder.training or torch.is_grad_enabled() or packed_stacks.asks_for_reference(encoder):
         return None
     # In float16, only the padded kernels keep large scores finite.
     is_supported = embeddings.device.type == "cpu" and embeddings.dtype in (torch.float32, torch.bfloat16)
-    if encoder.training or torch.is_grad_enabled() or not is_supported or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
+    has_mask = is_padding_mask(attention_mask) and attention_mask.shape == embeddings.shape[:2]
+    if not is_supported or not has_mask or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
         return None
     is_token = attention_mask != 0
     if bool(is_token.sum() > (1 - LEAST_PADDING) * is_token.numel()):

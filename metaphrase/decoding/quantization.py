@@ -91,15 +91,6 @@ class PackedLinear(nn.Module):
         raise MetaphraseError("A quantized model must not be saved: its weights are packed. Save the original model.")
 
 
-def quantization_of(dtype: str | torch.dtype, device: str | torch.device) -> str | None:
-    """Return "int8" for that dtype, or None for a dtype that torch itself computes in."""
-    if str(dtype).removeprefix("torch.") != "int8":
-        return None
-    if torch.device(device).type != "cpu":
-        raise MetaphraseError(f"`dtype` int8 needs the device cpu, got {device}.")
-    return "int8"
-
-
 def quantize(model: PreTrainedModel) -> int:
     """Replace all but small linear layers of a model by layers in int8. Embeddings stay as they are.
 
@@ -171,7 +162,7 @@ def scale_rows(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _multiply_operator() -> Callable[..., torch.Tensor]:
-    """Return the operator without the Python dispatch of its packet."""
+    # Without the Python dispatch of its packet.
     packet = getattr(torch.ops.quantized, _PRODUCT)
     return getattr(packet, "_op", packet)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from metaphrase.conversion.vocabulary_map import VocabularyMap
 from metaphrase.decoding.prepacked_weights import WeightRecord
-from metaphrase.decoding.quantization import quantization_of, quantize
+from metaphrase.decoding.quantization import quantize
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import Engine, longest_target
 from metaphrase.inference.generator import torch_dtype
@@ -73,7 +73,9 @@ def load_engine(
         model = CTranslate2Engine.from_pretrained(name_or_path, device=device, dtype=dtype)
         model.use_vmap = vocabulary_map is not None
         return model, None
-    quantization = quantization_of(dtype, device)
+    quantization = "int8" if str(dtype).removeprefix("torch.") == "int8" else None
+    if quantization and torch.device(device).type != "cpu":
+        raise MetaphraseError(f"`dtype` int8 needs the device cpu, got {device}.")
     model = load_pretrained(name_or_path, dtype=torch_dtype("float32" if quantization else dtype), **loading)
     model = model.to(device).eval()
     choice = EngineChoice(model, tokenizers, quantization, vocabulary_map) if engine == "auto" else None

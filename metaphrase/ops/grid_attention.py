@@ -77,31 +77,22 @@ class Grid:
 class GridSide:
     """The cells of the queries or of the keys, block by block, each (sequences, H, width).
 
-    Attributes:
-        to_grid: Index of each cell among the flattened (tokens, H). Empty cells repeat the last token of their sequence.
-        from_grid: Cell of each of the flattened (tokens, H).
+    `to_grid` has the index of each cell among the flattened (tokens, H), and `from_grid` the cell of each of these. Empty cells
+    repeat the last token of their sequence.
     """
 
-    def __init__(self, sequences_of_row: PackedSequences, heads: int, sequences: list[slice], widths: list[int]):
-        # Each group of sequences has one width.
-        self.heads = heads
-        device = sequences_of_row.lengths.device
-        head = torch.arange(heads, device=device)
-        first, columns = torch.empty_like(sequences_of_row.lengths), torch.empty_like(sequences_of_row.lengths)
-        cells, start = [], 0
+    def __init__(self, row: PackedSequences, heads: int, sequences: list[slice], widths: list[int]):
+        """Lay out a row in groups of sequences, each of one width."""
+        self.heads, cells, are_full = heads, [], []
+        head = torch.arange(heads, device=row.lengths.device)[:, None]
         for group, width in zip(sequences, widths, strict=True):
-            lengths = sequences_of_row.lengths[group, None]
-            columns_of_row = torch.minimum(torch.arange(width, device=device), lengths - 1)
-            tokens = sequences_of_row.starts[group, None] + columns_of_row
+            lengths, columns = row.lengths[group, None], torch.arange(width, device=head.device)
+            tokens = row.starts[group, None] + torch.minimum(columns, lengths - 1)
             # (sequences, 1, width) * heads + (heads, 1) -> (sequences * heads * width)
-            cells.append((tokens[:, None, :] * heads + head[:, None]).flatten())
-            first[group] = start + torch.arange(len(lengths), device=device) * (heads * width)
-            columns[group] = width
-            start += len(lengths) * heads * width
-        self.to_grid = torch.cat(cells)
-        # (tokens, 1) and (tokens, heads) -> (tokens * heads)
-        first_cell = first[sequences_of_row.ids] + sequences_of_row.positions[0]
-        self.from_grid = (first_cell[:, None] + columns[sequences_of_row.ids, None] * head).flatten()
+            cells.append((tokens[:, None] * heads + head).flatten())
+            are_full.append((columns < lengths)[:, None].expand(-1, heads, -1).flatten())
+        self.to_grid, full = torch.cat(cells), torch.cat(are_full).nonzero()[:, 0]
+        self.from_grid = torch.empty_like(full).index_copy_(0, self.to_grid[full], full)
         self._indices_by_count = {1: (self.to_grid, self.from_grid)}
 
     def enter(self, rows: torch.Tensor, count: int = 1, repeats: bool = True) -> list[torch.Tensor]:
@@ -276,9 +267,7 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def grid_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    states: Sequence[torch.Tensor],
     mask: torch.Tensor | None,
     packing: Packing,
     scaling: float,
@@ -287,22 +276,22 @@ def grid_attention(
 ) -> torch.Tensor:
     """Attend within each sequence of packed rows, `(1, heads, tokens, head_dim) -> (1, query tokens, heads, head_dim)`.
 
-    The mask is added to the scores in the grid, (sequences or 1, H or 1, query width or 1, key width). None lets all tokens of a
-    sequence see each other. `cap` is the softcap.
+    `states` are queries, keys and values. The mask is added to the scores in the grid, (sequences or 1, H or 1, query width or 1,
+    key width). None lets all tokens of a sequence see each other. `cap` is the softcap.
     """
-    heads, head_dim = query.shape[1], query.shape[3]
-    rows = [states.transpose(1, 2).reshape(-1, heads * head_dim) for states in (query, key, value)]
-    if query.device.type == "cpu" and not torch.compiler.is_compiling():
+    _, heads, _, head_dim = states[0].shape
+    rows = [part.transpose(1, 2).reshape(-1, heads * head_dim) for part in states]
+    if rows[0].device.type == "cpu" and not torch.compiler.is_compiling():
         return _joined_grid_attention(rows, heads, mask, packing, scaling, dropout, cap)
     # One block, for which no length is read from the device: (tokens, H * head_dim) -> (sequences, H, width, head_dim)
-    sides = packing.queries, packing.keys, packing.keys
+    count, sides = len(packing.queries.lengths), (packing.queries, packing.keys, packing.keys)
     cells = [
-        states.new_zeros(len(side.lengths) * side.width, states.shape[1]).index_copy(0, side.cells, states)
-        for side, states in zip(sides, rows, strict=True)
+        part.new_zeros(count * side.width, part.shape[1]).index_copy(0, side.cells, part)
+        for side, part in zip(sides, rows, strict=True)
     ]
-    cells = [states.view(len(packing.queries.lengths), -1, heads, head_dim).transpose(1, 2) for states in cells]
+    cells = [part.view(count, -1, heads, head_dim).transpose(1, 2) for part in cells]
     mask = packing.is_seen_in_grid() if mask is None else mask
-    output = attend_in_blocks(*cells, mask, scaling, dropout, cap)
+    output = attend_in_blocks(cells, mask, scaling, dropout, cap)
     return output.transpose(1, 2).reshape(-1, heads, head_dim).index_select(0, packing.queries.cells)[None]
 
 

@@ -98,7 +98,14 @@ class _FusedLinear(torch.autograd.Function):
         needs_states, _, _, *needed = ctx.needs_input_grad
         row_sum = None
         if output is not None:
-            rows, row_sum = _rectified_gradient(rows, output.flatten(0, -2), any(needed[count:]))
+            # The gradient before a ReLU, and its sum over the rows. Strips are summed while they are in the cache.
+            incoming, rows = rows, torch.empty_like(output.flatten(0, -2))
+            row_sum = torch.zeros(rows.shape[1]) if any(needed[count:]) else None
+            strips = (part.split(_STRIP_ROWS) for part in (rows, incoming, output.flatten(0, -2)))
+            for strip, *parts in zip(*strips, strict=True):
+                torch.ops.aten.threshold_backward.grad_input(*parts, 0, grad_input=strip)
+                if row_sum is not None:
+                    row_sum += strip.sum(dim=0)
         elif any(needed[count:]):
             row_sum = rows.sum(dim=0)
         states_gradient = (rows @ matrix).view(states.shape) if needs_states else None
@@ -112,21 +119,6 @@ class _FusedLinear(torch.autograd.Function):
             for part, dtype, is_needed in zip(gradients, ctx.dtypes, needed, strict=True)
         ]
         return states_gradient, None, None, *gradients
-
-
-def _rectified_gradient(
-    gradient: torch.Tensor, output: torch.Tensor, is_summed: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    # The gradient before a ReLU, (rows, out_features), and its sum over the rows. Strips are summed while they are in the cache.
-    result = torch.empty_like(output)
-    total = torch.zeros(output.shape[1]) if is_summed else None
-    for strip, strip_gradient, strip_output in zip(
-        *(rows.split(_STRIP_ROWS) for rows in (result, gradient, output)), strict=True
-    ):
-        torch.ops.aten.threshold_backward.grad_input(strip_gradient, strip_output, 0, grad_input=strip)
-        if is_summed:
-            total += strip.sum(dim=0)
-    return result, total
 
 
 def _join(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

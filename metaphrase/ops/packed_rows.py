@@ -13,6 +13,7 @@ token sees only the tokens of its sequence, or of its source, so the attention i
 
 import functools
 import inspect
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -28,6 +29,9 @@ _MIN_GRID_WIDTH, _GRID_WIDTH_MULTIPLE = 16, 8
 _LEAST_BLOCK = 64
 
 
+Window = tuple[int, int] | None
+
+
 def grid_width(longest: int) -> int:
     return max(_MIN_GRID_WIDTH, -(-longest // _GRID_WIDTH_MULTIPLE) * _GRID_WIDTH_MULTIPLE)
 
@@ -41,6 +45,12 @@ class PackedSequences:
     """Sequences of `lengths` `(sequences)` in a packed row, with the tensors that attention kernels need.
 
     If `longest` is known, no value is read from an accelerator, which would wait.
+
+    Attributes:
+        width: Columns of the grid.
+        starts: Index of the first token of each sequence, `(sequences)`.
+        ids: Index of each token's sequence, `(tokens)`.
+        positions: Position of each token in its sequence, from 0, `(1, tokens)`.
     """
 
     def __init__(self, lengths: torch.Tensor, num_tokens: int, longest: int | None = None):
@@ -51,31 +61,16 @@ class PackedSequences:
                     f"Packed lengths must be at least 1 and add up to the {num_tokens} tokens of the row, got {values}."
                 )
             longest = max(values)
-        self.lengths, self.num_tokens, self.longest = lengths.long(), num_tokens, longest
-        # Columns of the grid.
-        self.width = grid_width(longest)
-
-    @cached_property
-    def starts(self) -> torch.Tensor:
-        """Index of the first token of each sequence, `(sequences)`."""
-        return self.lengths.cumsum(0) - self.lengths
+        self.lengths, self.longest, self.width = lengths.long(), longest, grid_width(longest)
+        self.num_tokens, self.starts = num_tokens, self.lengths.cumsum(0) - self.lengths
+        numbers = torch.arange(num_tokens, device=lengths.device)
+        self.ids = numbers[: len(lengths)].repeat_interleave(self.lengths, output_size=num_tokens)
+        self.positions = (numbers - self.starts[self.ids])[None, :]
 
     @cached_property
     def cu_seqlens(self) -> torch.Tensor:
         """Cumulative lengths from 0 on, in int32, `(sequences + 1)`, for attention kernels."""
-        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0)).int()
-
-    @cached_property
-    def ids(self) -> torch.Tensor:
-        """Index of each token's sequence, `(tokens)`."""
-        numbers = torch.arange(len(self.lengths), device=self.lengths.device)
-        return numbers.repeat_interleave(self.lengths, output_size=self.num_tokens)
-
-    @cached_property
-    def positions(self) -> torch.Tensor:
-        """Position of each token in its sequence, from 0, `(1, tokens)`."""
-        indices = torch.arange(self.num_tokens, device=self.lengths.device)
-        return (indices - self.starts[self.ids])[None, :]
+        return nn.functional.pad(self.lengths.cumsum(0), (1, 0)).int()
 
     @cached_property
     def cells(self) -> torch.Tensor:
@@ -87,12 +82,7 @@ class Packing:
     """The sequences between which a packed attention runs, the name of a kernel, and the window of a token."""
 
     def __init__(
-        self,
-        queries: PackedSequences,
-        keys: PackedSequences,
-        is_causal: bool,
-        kernel: str,
-        window: tuple[int, int] | None = None,
+        self, queries: PackedSequences, keys: PackedSequences, is_causal: bool, kernel: str, window: Window = None
     ):
         if len(queries.lengths) != len(keys.lengths):
             raise MetaphraseError(
@@ -142,7 +132,7 @@ class Packing:
 class MergedPacking(Packing):
     """The sequences of an attention of targets to their own tokens, and to their sources: both are the keys of one softmax."""
 
-    def __init__(self, targets: PackedSequences, sources: PackedSequences, kernel: str, window: tuple[int, int] | None):
+    def __init__(self, targets: PackedSequences, sources: PackedSequences, kernel: str, window: Window):
         longest = targets.longest + sources.longest
         keys = PackedSequences(targets.lengths + sources.lengths, targets.num_tokens + sources.num_tokens, longest)
         super().__init__(targets, keys, True, kernel, window)
@@ -211,54 +201,45 @@ def varlen_causal() -> dict[str, bool | tuple[int, int]]:
     return {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
 
 
-def varlen_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scaling: float
-) -> torch.Tensor:
+def varlen_attention(states: Sequence[torch.Tensor], packing: Packing, scaling: float) -> torch.Tensor:
     """Attend within each sequence by torch's flash attention: `(1, heads, tokens, dim) -> (1, query tokens, heads, dim)`."""
     queries, keys = packing.queries, packing.keys
+    query, key, value = (part[0].transpose(0, 1) for part in states)  # (tokens, heads, head_dim)
     # Before torch 2.13, the kernel has a fixed scale.
-    query = query * (scaling * query.shape[-1] ** 0.5)
-    rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, head_dim)
+    rows = query * (scaling * query.shape[-1] ** 0.5), key, value
     causal = varlen_causal() if packing.is_causal else {}
     return varlen_attn(*rows, queries.cu_seqlens, keys.cu_seqlens, queries.longest, keys.longest, **causal)[None]
 
 
 def window_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    states: Sequence[torch.Tensor],
     mask: torch.Tensor,
     packing: Packing,
     scaling: float,
     dropout: float,
-    softcap: float | None,
+    cap: float | None,
 ) -> torch.Tensor:
     """Attend within windows of packed rows, or of a padded batch: `(batch, heads, length, dim) -> (1, tokens, heads, dim)`."""
     (left, right), size = packing.window, block_size(packing.window)
-    query, key, value = (states.transpose(0, 1).flatten(1, 2)[None] for states in (query, key, value))
-    blocks = split_blocks(query, size, 0, 0), *(split_blocks(states, size, left, right) for states in (key, value))
-    output = attend_in_blocks(*blocks, mask, scaling, dropout, softcap)
+    query, *key_value = (part.transpose(0, 1).flatten(1, 2)[None] for part in states)
+    blocks = split_blocks(query, size, 0, 0), *(split_blocks(part, size, left, right) for part in key_value)
+    output = attend_in_blocks(blocks, mask, scaling, dropout, cap)
     return output.transpose(1, 2).flatten(0, 1)[None, : query.shape[2]]
 
 
 def attend_in_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-    dropout: float,
-    softcap: float | None,
+    blocks: Sequence[torch.Tensor], mask: torch.Tensor, scaling: float, dropout: float, cap: float | None
 ) -> torch.Tensor:
-    """Attend from the queries of each block to its keys: `(blocks, heads, query or key, head_dim)`.
+    """Attend from the queries of each block to its keys and values: `(blocks, heads, query or key, head_dim)`.
 
     The mask is added to the scores, or True where a key is visible.
     """
+    query, key, value = blocks
     if mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
-    if softcap is None:
+    if cap is None:
         return nn.functional.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
-    scores = soft_cap(query @ key.mT * scaling, softcap)
+    scores = soft_cap(query @ key.mT * scaling, cap)
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
     return nn.functional.dropout(weights, dropout, training=True) @ value

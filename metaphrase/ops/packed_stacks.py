@@ -8,33 +8,19 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput
 
 from metaphrase.errors import MetaphraseError
+from metaphrase.modeling import layers as network
+from metaphrase.modeling import stacks
 from metaphrase.modeling.configuration_metaphrase import SLIDING, SSRU
-from metaphrase.modeling.layers import MetaphraseAttention, PositionEmbeddings, combine_bias, eager_attention_forward
 from metaphrase.modeling.operators import acceleration
-from metaphrase.modeling.stacks import (
-    CACHE_NAME,
-    MetaphraseDecoder,
-    MetaphraseEncoder,
-    MetaphrasePreTrainedModel,
-    Stack,
-    indices,
-    is_padding_mask,
-    make_position_ids,
-)
-from metaphrase.ops import linear_and_dropout
+from metaphrase.modeling.stacks import MetaphraseDecoder, MetaphraseEncoder, Stack
+from metaphrase.ops import linear_and_dropout, packed_rows
 from metaphrase.ops.grid_attention import fused_grid_attention, grid_attention
-from metaphrase.ops.packed_rows import (
-    MergedPacking,
-    PackedSequences,
-    Packing,
-    packed_mask,
-    product_dtype,
-    varlen_attention,
-    window_attention,
-)
+from metaphrase.ops.packed_rows import MergedPacking, PackedSequences, Packing, packed_mask, product_dtype
 
 # Older GPUs have no flash attention.
 _LEAST_CAPABILITY = (8, 0)
+# Arguments of packed rows.
+_LENGTHS = ("source_lengths", "longest_source", "target_lengths", "longest_target")
 _plain_encode, _plain_decode = MetaphraseEncoder.encode, MetaphraseDecoder.decode
 
 
@@ -45,32 +31,24 @@ def plug_in() -> None:
     acceleration.add_dropout = linear_and_dropout.add_dropout
     acceleration.packed_attention = packed_attention
     MetaphraseEncoder.encode, MetaphraseDecoder.decode = encode, decode
-    MetaphrasePreTrainedModel.supports_packing = True
+    stacks.MetaphrasePreTrainedModel.supports_packing = True
 
 
-def encode(
-    encoder: MetaphraseEncoder,
-    embeddings: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    source_lengths: torch.Tensor | None = None,
-    longest_source: int | None = None,
-    target_lengths: torch.Tensor | None = None,
-    longest_target: int | None = None,
-    **kwargs,
-) -> BaseModelOutput:
+def encode(encoder, embeddings, attention_mask, position_ids, **kwargs) -> BaseModelOutput:
     """Encode sources as `MetaphraseEncoder.encode` does, and packed rows.
 
     `source_lengths` `(pairs)` are the tokens of each source in a packed row. Without the largest of them, `longest_source`, the
     code waits for an accelerator.
     """
-    if source_lengths is not None:
+    lengths, longest, *_ = (kwargs.pop(name, None) for name in _LENGTHS)
+    if lengths is not None:
         excluded = {"attention_mask": attention_mask, "position_ids": position_ids}
-        sequences = _packed_sequences(source_lengths, longest_source, embeddings, **excluded)
+        sequences = _packed_sequences(lengths, longest, embeddings, **excluded)
         return encode_packed(encoder, embeddings, sequences, **kwargs)
     # A graph is for all lengths.
     is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    is_plain = position_ids is None and (attention_mask is None or is_padding_mask(attention_mask)) and not is_graph
+    has_plain_mask = attention_mask is None or stacks.is_padding_mask(attention_mask)
+    is_plain = position_ids is None and has_plain_mask and not is_graph
     if is_plain and SLIDING in encoder.sizes.layer_types and not asks_for_reference(encoder):
         return _encode_in_blocks(encoder, embeddings, attention_mask, **kwargs)
     return _plain_encode(encoder, embeddings, attention_mask, position_ids, **kwargs)
@@ -96,8 +74,9 @@ def _encode_in_blocks(
     if attention_mask is not None:
         # Padding belongs to no sequence.
         sequences.ids = sequences.ids.masked_fill(attention_mask.flatten() == 0, -1)
-    positions = indices(length, embeddings)
-    hidden_states, rotations = encoder.enter(embeddings, *make_position_ids(None, attention_mask, positions, length))
+    positions = stacks.indices(length, embeddings)
+    position_ids = stacks.make_position_ids(None, attention_mask, positions, length)
+    hidden_states, rotations = encoder.enter(embeddings, *position_ids)
     windows, made, full_mask = encoder.windows(length), {}, None
     if None in windows:
         full_mask = create_bidirectional_mask(
@@ -112,7 +91,7 @@ def _encode_in_blocks(
             made[bias, window] = None, full_mask
         else:
             scores = bias(positions, positions).to(hidden_states.dtype)
-            made[bias, window] = None, combine_bias(scores, full_mask, False, 0)
+            made[bias, window] = None, network.combine_bias(scores, full_mask, False, 0)
     for layer, rotation, key in zip(encoder.layers, rotations, layers, strict=True):
         packing, mask = made[key]
         hidden_states = layer(hidden_states, rotation, mask, packing=packing, **kwargs)
@@ -120,26 +99,17 @@ def _encode_in_blocks(
 
 
 def decode(
-    decoder: MetaphraseDecoder,
-    embeddings: torch.Tensor,
-    encoder_hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    encoder_attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    source_lengths: torch.Tensor | None = None,
-    longest_source: int | None = None,
-    target_lengths: torch.Tensor | None = None,
-    longest_target: int | None = None,
-    **kwargs,
+    decoder, embeddings, encoder_hidden_states, attention_mask, encoder_attention_mask, position_ids, **kwargs
 ) -> torch.Tensor:
     """Decode targets as `MetaphraseDecoder.decode` does, and packed rows. For the lengths see `encode`."""
+    source_lengths, longest_source, target_lengths, longest_target = (kwargs.pop(name, None) for name in _LENGTHS)
     if (target_lengths is None) != (source_lengths is None):
         raise MetaphraseError("`source_lengths` and `target_lengths` must be given together, got one of them.")
     if target_lengths is None:
         masks = attention_mask, encoder_attention_mask
         return _plain_decode(decoder, embeddings, encoder_hidden_states, *masks, position_ids, **kwargs)
     excluded = {"decoder_attention_mask": attention_mask, "decoder_position_ids": position_ids}
-    excluded |= {"attention_mask": encoder_attention_mask, "past_key_values": kwargs[CACHE_NAME]}
+    excluded |= {"attention_mask": encoder_attention_mask, "past_key_values": kwargs[stacks.CACHE_NAME]}
     targets = _packed_sequences(target_lengths, longest_target, embeddings, **excluded)
     sources = PackedSequences(source_lengths, encoder_hidden_states.shape[1], longest_source)
     hidden_states, rotations = decoder.enter(embeddings, targets.positions, targets.longest)
@@ -214,11 +184,11 @@ def choose_kernel(stack: Stack, states: torch.Tensor, is_plain: bool) -> str:
 
 
 def packed_attention(
-    attention: MetaphraseAttention,
+    attention: network.MetaphraseAttention,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor | None,
     mask: torch.Tensor | None,
-    position_embeddings: PositionEmbeddings,
+    position_embeddings: network.PositionEmbeddings,
     packing: Packing,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -229,20 +199,17 @@ def packed_attention(
         output = fused_grid_attention(attention, hidden_states, encoder_hidden_states, mask, packing, dropout)
         if output is not None:
             return output, None
-    query = attention.project_queries(hidden_states, position_embeddings)
-    if attention.is_cross:
-        key, value = attention.project_keys_and_values(encoder_hidden_states)
-    else:
-        key, value = attention.project_keys_and_values(hidden_states, position_embeddings)
+    query, cap = attention.project_queries(hidden_states, position_embeddings), attention.options.get("softcap")
+    inputs = (encoder_hidden_states,) if attention.is_cross else (hidden_states, position_embeddings)
+    states = attention.project_keys_and_values(*inputs)
     if attention.is_merged:
-        source_key, source_value = attention.project_keys_and_values(encoder_hidden_states)
-        key = torch.cat((key, source_key), dim=2).index_select(2, packing.order)
-        value = torch.cat((value, source_value), dim=2).index_select(2, packing.order)
-    softcap = attention.options.get("softcap")
+        sources = attention.project_keys_and_values(encoder_hidden_states)
+        pairs = zip(states, sources, strict=True)
+        states = [torch.cat(pair, dim=2).index_select(2, packing.order) for pair in pairs]
     if packing.kernel == "reference":
-        return eager_attention_forward(attention, query, key, value, mask, attention.scaling, dropout, softcap)
-    key, value = (repeat_kv(states, attention.num_key_value_groups) for states in (key, value))
+        return network.eager_attention_forward(attention, query, *states, mask, attention.scaling, dropout, cap)
+    states = [query, *(repeat_kv(part, attention.num_key_value_groups) for part in states)]
     if packing.kernel == "varlen":
-        return varlen_attention(query, key, value, packing, attention.scaling), None
-    kernel = window_attention if packing.kernel == "window" else grid_attention
-    return kernel(query, key, value, mask, packing, attention.scaling, dropout, softcap), None
+        return packed_rows.varlen_attention(states, packing, attention.scaling), None
+    kernel = packed_rows.window_attention if packing.kernel == "window" else grid_attention
+    return kernel(states, mask, packing, attention.scaling, dropout, cap), None

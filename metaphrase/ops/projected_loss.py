@@ -16,23 +16,18 @@ _STRIP_ROWS = 2048
 
 
 def loss_of_head(
-    head: nn.Module,
-    hidden_states: torch.Tensor,
-    labels: torch.Tensor,
-    smoothing: float,
-    r_drop_alpha: float,
-    divisor: torch.Tensor | int,
+    head: nn.Module, hidden_states: torch.Tensor, labels: torch.Tensor, *options: torch.Tensor | float
 ) -> torch.Tensor | None:
     """Return the `projected_loss` of states `(batch, target, hidden)` before `lm_head`, or None if the head must be called.
 
     A head with an adapter, hooks, or a quantized, pruned or offloaded weight must be called. Logits of float16 must be clamped.
+    The options are those of `projected_loss`.
     """
     # A pruned weight is no parameter. DeepSpeed has a hook in each module to gather sharded weights.
     is_plain = type(head) is nn.Linear and "weight" in head._parameters
     if not is_plain or (is_hooked(head) and not hasattr(head.weight, "ds_id")) or hidden_states.dtype == torch.float16:
         return None
-    states = hidden_states.flatten(0, 1)
-    return projected_loss(states, head.weight, head.bias, labels.flatten(), smoothing, r_drop_alpha, divisor)
+    return projected_loss(hidden_states.flatten(0, 1), head.weight, head.bias, labels.flatten(), *options)
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -48,8 +43,7 @@ class _ProjectedLoss(torch.autograd.Function):
     def forward(
         ctx, hidden_states, weight, bias, labels, is_label, divisor, smoothing: float, alpha: float, dtype: torch.dtype
     ):
-        needs_gradient = ctx.needs_input_grad
-        vocab = weight.shape[0]
+        needs_gradient, vocab = ctx.needs_input_grad, weight.shape[0]
         states, matrix = hidden_states.to(dtype), weight.to(dtype)
         # Smoothing gives all tokens the same share. Its part of loss and gradients needs the sum of the weight's rows only.
         share = smoothing / vocab
@@ -88,9 +82,8 @@ class _ProjectedLoss(torch.autograd.Function):
                 continue
             # The probabilities become the gradient of the logits, without the part of smoothing.
             logits_gradient = probabilities
-            share_of_label = 1 - smoothing
-            label_gradient = torch.where(is_likely, 1 - share_of_label - rest, values - share_of_label)
-            logits_gradient[index] = label_gradient.to(dtype)
+            label_share = 1 - smoothing
+            logits_gradient[index] = torch.where(is_likely, 1 - label_share - rest, values - label_share).to(dtype)
             if alpha:
                 logits_gradient += divergence_gradient
                 del divergence_gradient

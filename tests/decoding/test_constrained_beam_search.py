@@ -36,7 +36,6 @@ def meets(ids, constraints):
 
 
 def until_end(row, ends=ENDS):
-    """Return the ids behind the start, up to the first end."""
     row = row[1:]
     end = next((place for place, token in enumerate(row) if token in ends), len(row) - 1)
     return row[: end + 1]
@@ -99,7 +98,6 @@ def test_a_wide_beam_finds_the_best_of_all_targets(phrases, length_penalty):
 
 
 def test_a_source_is_searched_as_if_it_were_alone():
-    """Sources leave the batch at different steps."""
     model = search_model("sinusoidal")
     inputs, options = search_sources(model, batch=8), {"num_beams": 3, "max_new_tokens": 20, "early_stopping": True}
     found = constrained(model, inputs, [[7, 8], [20]], **options)
@@ -119,17 +117,6 @@ def test_phrases_find_room_beside_what_other_settings_force(forced):
         assert row[9] == 4 or "forced_eos_token_id" not in forced
 
 
-def text_of(row, special):
-    """Return the ids behind leading ids without text."""
-    return list(itertools.dropwhile(lambda token: token in special, until_end(row)))
-
-
-def own_special(model):
-    """Return the ids without text in the model's settings."""
-    settings = model.generation_config
-    return {settings.bos_token_id, settings.decoder_start_token_id, settings.pad_token_id, *ENDS}
-
-
 BEGINNINGS = {
     "nothing": ({}, [], True),
     "a forced token": ({"forced_bos_token_id": 6}, [], True),
@@ -146,13 +133,17 @@ def test_a_target_still_begins_behind_what_is_no_text(options, front, may_begin)
     if front:
         prompt = torch.tensor([[model.generation_config.decoder_start_token_id, *front]] * 8)
         options = options | {"decoder_input_ids": prompt}
-    special = own_special(model) | ({6} if may_begin else set())
+    settings = model.generation_config
+    # Ids without text.
+    special = {settings.bos_token_id, settings.decoder_start_token_id, settings.pad_token_id, *ENDS}
+    special |= {6} if may_begin else set()
     firsts = set()
     for token in (20, 5, 2, 36):
         arguments = options | {"num_beams": 10, "first_words_ids": [[[token, 3]]]}
         for row in constrained(model, inputs, [[7, 8, 10]], **arguments).sequences.tolist():
             assert row[1] == 6 or not options
-            begins = text_of(row, special)[:2] == [token, 3]
+            text = list(itertools.dropwhile(lambda token: token in special, until_end(row)))
+            begins = text[:2] == [token, 3]
             assert begins or contains(row, [7, 8, 10])
             firsts.add(begins)
     assert (True in firsts) == may_begin and (False in firsts or front or options)
@@ -183,35 +174,23 @@ def test_a_phrase_that_the_prompt_begins_is_completed(name):
 
 
 @pytest.mark.parametrize(
-    ("phrases", "options", "message"),
+    ("name", "phrases", "options", "message"),
     [
-        ([[7, 37]], {}, "`force_words_ids` must hold ids"),
-        ([[7, 4]], {}, "no end or padding"),
-        ([[7] * 9], {"forced_eos_token_id": 4}, "`max_new_tokens` or `num_beams`"),
-        ([[7]], {"num_beams": 1}, "`num_beams` must be at least 2"),
-        ([[7], [8]], {"max_new_tokens": 2, "bad_words_ids": [[7, 8], [8, 7]]}, r"got fewer for 5 of 5 sources"),
+        ("bart", [[7]], {}, "support a model of another family"),
+        ("half precision", [[7]], {}, "support dtype"),
+        ("sinusoidal", [[7, 37]], {}, "`force_words_ids` must hold ids"),
+        ("sinusoidal", [[7, 4]], {}, "no end or padding"),
+        ("sinusoidal", [[7] * 9], {"forced_eos_token_id": 4}, "`max_new_tokens` or `num_beams`"),
+        ("sinusoidal", [[7]], {"num_beams": 1}, "`num_beams` must be at least 2"),
+        (
+            "sinusoidal",
+            [[7], [8]],
+            {"max_new_tokens": 2, "bad_words_ids": [[7, 8], [8, 7]]},
+            r"got fewer for 5 of 5 sources",
+        ),
     ],
 )
-def test_errors_name_the_argument(phrases, options, message):
-    model = search_model("sinusoidal")
+def test_errors_name_the_argument(name, phrases, options, message):
+    model = search_model(name)
     with pytest.raises(ValueError, match=message):
         constrained(model, search_sources(model), phrases, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "prompt", "message"),
-    [
-        ("bart", None, "support a model of another family"),
-        ("half precision", None, "support dtype"),
-        ("sinusoidal", [[1, 5], [1, 6]], "prompts of one source"),
-    ],
-)
-def test_what_the_fast_decoder_cannot_run_is_refused(name, prompt, message):
-    model = search_model(name)
-    options = {} if prompt is None else {"decoder_input_ids": torch.tensor(prompt)}
-    sources = {key: value[:1] for key, value in search_sources(model).items()}
-    with pytest.raises(ValueError, match=message):
-        constrained(model, sources, [[7]], **options)
-
-
-# The automaton

@@ -1,9 +1,11 @@
-"""Tests of `metaphrase.decoding.fast_generation`: the fast loops and transformers' loops find the same tokens."""
+"""Tests of `metaphrase.decoding.fast_generation`: its loops and transformers' find the same tokens and scores."""
 
 import functools
 
 import pytest
 import torch
+from other_families import other_model
+from tiny_generator import SOURCES, tiny_pair
 from tiny_models import random_batch, random_sources, tiny_model
 from transformers import (
     DynamicCache,
@@ -16,6 +18,9 @@ from transformers import (
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from metaphrase.decoding import fast_generation
+from metaphrase.decoding.fast_generation import SequenceScores
+from metaphrase.inference.batches import decode, pad_sources
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [5, 11, 17]}
@@ -24,6 +29,15 @@ OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [5, 11, 17]}
 class Twice(LogitsProcessor):
     def __call__(self, input_ids, scores):
         return scores * 2
+
+
+@pytest.fixture
+def fast_loops(monkeypatch):
+    called = []
+    for name in ("sample", "beam_search"):
+        loop = getattr(fast_generation, name)
+        monkeypatch.setattr(fast_generation, name, lambda *a, n=name, f=loop: called.append(n) or f(*a))
+    return called
 
 
 def sources(model):
@@ -174,3 +188,74 @@ def test_recorded_hidden_states_change_nothing(fast_loops):
     assert any(module._forward_hooks for module in model.get_decoder().modules())
     assert torch.equal(model.generate(**sources(model), **OPTIONS), expected)
     assert len(fast_loops) == 2
+
+
+# Scores in transformers' loops
+
+
+SCORED = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "num_return_sequences": 3},
+    "penalties": {"num_beams": 3, "length_penalty": 0.5, "repetition_penalty": 1.5},
+    "samples": {"do_sample": True, "top_k": 9, "num_return_sequences": 3},
+    "sampled beams": {"do_sample": True, "num_beams": 3},
+}
+LIMITS = {"max_new_tokens": 8, "eos_token_id": 22}
+
+
+def kept_scores(model, sources, options):
+    output = model.generate(
+        **pad_sources(sources, model),
+        **options,
+        **LIMITS,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+    )
+    if options.get("num_beams", 1) > 1:
+        return output.sequences_scores.tolist()
+    # Samples are scored by the whole distribution.
+    steps = output.logits if options.get("do_sample") else output.scores
+    transitions = model.compute_transition_scores(output.sequences, steps, normalize_logits=True)
+    totals = []
+    for row, ids in zip(transitions.tolist(), output.sequences[:, -transitions.shape[1] :].tolist(), strict=True):
+        totals.append(sum(row[: ids.index(22) + 1 if 22 in ids else None]))
+    return totals
+
+
+@pytest.mark.parametrize("options", SCORED.values(), ids=SCORED)
+def test_scores_are_those_of_transformers_and_no_step_is_kept(options, monkeypatch):
+    model, sources = other_model("t5"), sorted(tiny_pair().encode_sources(SOURCES), key=len, reverse=True)
+    torch.manual_seed(3)
+    expected = kept_scores(model, sources, options)
+    steps, read = [], SequenceScores.__call__
+    monkeypatch.setattr(SequenceScores, "__call__", lambda *args, **_: (read(*args), steps.append(args[2][-1]))[0])
+    torch.manual_seed(3)
+    found = decode(model, sources, return_scores=True, **options, **LIMITS)
+    assert [h.score for row in found for h in row] == pytest.approx(expected, abs=1e-5)
+    assert len({round(score, 3) for score in expected}) > 2
+    assert len(steps) > 2 and all(step.numel() == 0 for step in steps)
+    torch.manual_seed(3)
+    unscored = decode(model, sources, **options, **LIMITS)
+    assert [[h.ids for h in row] for row in unscored] == [[h.ids for h in row] for row in found]
+
+
+@pytest.mark.parametrize("options", SCORED.values(), ids=SCORED)
+def test_scores_are_the_same_without_the_fast_loop(options, monkeypatch):
+    model, sources = other_model("t5"), tiny_pair().encode_sources(SOURCES)
+    rows = []
+    for is_fast in (True, False):
+        if not is_fast:
+            monkeypatch.setattr("metaphrase.inference.batches.plugin", lambda place: None)
+        torch.manual_seed(3)
+        rows.append([h for row in decode(model, sources, return_scores=True, **options, **LIMITS) for h in row])
+    assert [h.ids for h in rows[0]] == [h.ids for h in rows[1]]
+    assert [h.score for h in rows[0]] == pytest.approx([h.score for h in rows[1]], abs=1e-5)
+
+
+def test_drafted_tokens_are_scored_too():
+    model, sources = other_model("bart"), tiny_pair().encode_sources(SOURCES)
+    plain = decode(model, sources, return_scores=True, **LIMITS)
+    drafted = decode(model, sources, return_scores=True, prompt_lookup_num_tokens=3, **LIMITS)
+    for [expected], [found] in zip(plain, drafted, strict=True):
+        assert found.ids == expected.ids and found.score == pytest.approx(expected.score, abs=1e-4)

@@ -8,8 +8,9 @@ from tiny_models import DESIGNS, random_sources, tiny_model
 from transformers import GenerationMixin
 from transformers.generation import BaseStreamer
 
-from metaphrase.decoding import decoder_state, prepacked_weights, quantization
+from metaphrase.decoding import prepacked_weights, quantization
 from metaphrase.decoding.beam_search import top_of_rows
+from metaphrase.decoding.decoder_state import DecoderState
 from metaphrase.decoding.fast_generation import generate as fast_generate
 
 ENDS = [5, 11, 17, 23]
@@ -34,6 +35,13 @@ def check(model, inputs, **options):
     assert found.tolist() == expected.tolist(), options
     assert model.search_obstacle is None
     return found
+
+
+@pytest.fixture
+def step_rows(monkeypatch):
+    rows, step = [], DecoderState.step
+    monkeypatch.setattr(DecoderState, "step", lambda state, tokens: rows.append(len(tokens)) or step(state, tokens))
+    return rows
 
 
 # Designs, options, caches
@@ -97,8 +105,7 @@ def prepare(monkeypatch):
 
     def change(variant, model):
         if variant == "prepacked":
-            for module in (prepacked_weights, decoder_state):
-                monkeypatch.setattr(module, "can_prepack", lambda *shape: True)
+            monkeypatch.setattr(prepacked_weights, "can_prepack", lambda *shape: True)
         elif variant == "unpadded":
             monkeypatch.setattr(prepacked_weights, "LEAST_HIDDEN_SIZE", 0)
         elif variant == "shortlist":
@@ -121,7 +128,7 @@ def test_kernels_write_the_same(variant, design, options, prepare):
     inputs = sources(model)
     before = generate(model, inputs, **options)
     for module in (model.get_decoder(), model.get_encoder()):
-        prepacked_weights.free_copies(module)
+        prepacked_weights._copies.pop(module, None)
     prepare(variant, model)
     after = check(model, inputs, **options | {"max_new_tokens": 6} if variant == "int8" else options)
     assert variant == "int8" or after.tolist() == before.tolist()

@@ -9,21 +9,7 @@ import torch
 from tiny_generator import SOURCES, tiny_generator
 from transformers import GenerationConfig
 
-from metaphrase.decoding.minimum_bayes_risk import expected_utilities
 from metaphrase.inference import ScoredText
-
-
-@pytest.mark.parametrize(
-    ("utility", "sentence"), [("chrf", sacrebleu.sentence_chrf), ("bleu", sacrebleu.sentence_bleu)]
-)
-def test_utilities_are_the_mean_of_sacrebleus_scores(utility, sentence):
-    references = {"the cat sat": 0.75, "a cat": 0.25}
-    for candidate in ("the cat", "a dog", ""):
-        expected = sum(weight * sentence(candidate, [text]).score for text, weight in references.items())
-        assert expected_utilities([candidate], references, utility) == pytest.approx([expected])
-
-
-# Through the generator
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +19,6 @@ def generator():
 
 @pytest.fixture
 def drawn(monkeypatch, generator):
-    """What each draw returned, with the options that it was asked with."""
     seen = []
     whole = generator.generate_n_best
 
@@ -46,7 +31,6 @@ def drawn(monkeypatch, generator):
 
 
 def assert_best(chosen, candidates_of_sources, references_of_sources, weigh=lambda reference: 1, utility="chrf"):
-    """That each text has the highest utility, computed one by one."""
     sentence = getattr(sacrebleu, f"sentence_{utility}")
     for best, candidates, references in zip(chosen, candidates_of_sources, references_of_sources, strict=True):
         weights = [weigh(reference) for reference in references]

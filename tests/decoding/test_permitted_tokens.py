@@ -25,7 +25,6 @@ OPTIONS = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": [5, 11]}
 
 
 def masked(model, permitted):
-    """Return a copy of a model that gives other tokens a logit of minus infinity."""
     other, head = copy.deepcopy(model), model.lm_head
     other.lm_head = nn.Linear(head.in_features, head.out_features)
     other.lm_head.weight = head.weight

@@ -5,7 +5,7 @@ import torch
 from tiny_models import DESIGNS, padding_mask, random_batch, tiny_model
 from torch import nn
 
-from metaphrase.decoding import decoder_state, prepacked_weights
+from metaphrase.decoding import prepacked_weights
 from metaphrase.decoding.prepacked_weights import PrepackedWeight, can_prepack
 from metaphrase.ops import packed_stacks
 
@@ -14,7 +14,6 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="t
 
 @pytest.fixture(params=["mkl", "onednn"])
 def library(request, monkeypatch):
-    """Choose the library, on any processor."""
     if request.param == "onednn" and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of torch has no oneDNN")
     monkeypatch.setattr(prepacked_weights, "prefers_onednn", lambda: request.param == "onednn")
@@ -33,8 +32,7 @@ def products(monkeypatch):
         return call(packed, states)
 
     monkeypatch.setattr(PrepackedWeight, "__call__", recorded)
-    for module in (prepacked_weights, decoder_state):
-        monkeypatch.setattr(module, "can_prepack", lambda *shape: True)
+    monkeypatch.setattr(prepacked_weights, "can_prepack", lambda *shape: True)
     return made
 
 

@@ -160,7 +160,7 @@ def attend_in_grid(states, queries, keys, is_causal):
     """Return the output of the grid, and of torch's attention to each sequence alone in float64."""
     packing = Packing(queries, keys, is_causal, "grid")
     mask = packed_mask(packing, None, states[0])
-    actual = grid_attention.grid_attention(*states, mask, packing, 0.6, 0.0)
+    actual = grid_attention.grid_attention(states, mask, packing, 0.6, 0.0)
     sizes = [side.lengths.tolist() for side in (queries, keys, keys)]
     parts = zip(*(side.double().split(size, dim=2) for side, size in zip(states, sizes, strict=True)), strict=True)
     attend = torch.nn.functional.scaled_dot_product_attention

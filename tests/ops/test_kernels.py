@@ -18,7 +18,6 @@ def with_kernel(model, kernel):
 
 
 def padded_batch(config, side, with_labels=False):
-    """A batch whose target is padded too, on the same side."""
     inputs = random_batch(config, padding=side, with_labels=with_labels)
     if side is not None:
         inputs["decoder_attention_mask"] = padding_mask([5, 3, 2], 5, side)
@@ -26,7 +25,6 @@ def padded_batch(config, side, with_labels=False):
 
 
 def run(model, inputs):
-    """Logits, with those of padding set to 0, whose value means nothing."""
     with torch.no_grad():
         logits = model(**inputs).logits
     mask = inputs.get("decoder_attention_mask")
@@ -78,7 +76,6 @@ def test_flex_equals_eager(design, uncompiled_flex):
 
 @pytest.fixture
 def compiler():
-    """Compiles a model as one graph, with nothing left over from other tests."""
     torch.compiler.reset()
     yield functools.partial(torch.compile, fullgraph=True)
     torch.compiler.reset()
