@@ -204,7 +204,6 @@ def test_command_runs(command, project, monkeypatch, capsys):
 
 
 def test_new_language_becomes_a_model_that_writes_it(project, capsys):
-    """All steps of docs/nllb.md, one after the other."""
     check, code, letters, _ = re.findall(r"```python\n(.*?)```", PAGES["docs/nllb.md"], flags=re.DOTALL)
     exec(compile(check, "page", "exec"), {})
     assert "['д', 'ө', 'ö']" in capsys.readouterr().out

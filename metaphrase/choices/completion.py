@@ -72,7 +72,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     Raises:
         MetaphraseError: If the pairs cannot be read, or fields contradict each other.
     """
-    started, given, data = time.time() if started is None else started, recipe, None
+    started, before, data = time.time() if started is None else started, recipe, None
     if recipe.resume_from_checkpoint:
         return Experiment(recipe, is_dry_run, started), []
     if recipe.tasks or recipe.stages or recipe.streaming or recipe.objective != "pairs":
@@ -95,7 +95,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
             corpus = corpus.with_recipe(recipe)
             data = Data(corpus, tokenizers, corpus.encode(tokenizers))
         recipe = _choose_training(recipe, data, opened.deadline).checked()
-    return Experiment(recipe, is_dry_run, started, data), describe_choices(given, recipe)
+    return Experiment(recipe, is_dry_run, started, data), describe_choices(before, recipe)
 
 
 def _choose_from_files(recipe: Recipe, train: datasets.Dataset) -> Recipe:

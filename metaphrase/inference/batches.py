@@ -288,6 +288,7 @@ def _make_generate(
             additions["partners"] = list(zip(models[1:], partner_inputs, strict=True))
         elif loop is not None and vocabulary_map is not None:
             additions["permitted"] = torch.from_numpy(vocabulary_map.permitted(sources[0]))
+        # By transformers, or by the ring at the place `fast_decoder`.
         output = model.generate(**inputs, **options, **additions)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         rows = []

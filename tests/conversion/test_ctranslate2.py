@@ -236,7 +236,6 @@ def test_export_by_command_line(is_joint, models, tmp_path):
 
 @pytest.mark.parametrize("quantization", ["int8", "int8_float32", "float16"])
 def test_quantization(quantization, models, tmp_path):
-    """The weights shrink, and the model still runs, maybe in another type."""
     whole = export_ctranslate2(models[True], tmp_path / "whole")
     output = export_ctranslate2(models[True], tmp_path / "exported", quantization=quantization)
     ratio = (output / "model.bin").stat().st_size / (whole / "model.bin").stat().st_size

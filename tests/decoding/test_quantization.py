@@ -93,7 +93,11 @@ def test_kernels_that_add_up_in_16_bits_get_7():
     """Run the test above in a process in which FBGEMM uses the kernels of a processor without VNNI."""
     environment = {**os.environ, "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2", "PYTHONPATH": os.pathsep.join(sys.path)}
     code = "from metaphrase.decoding.quantization import activation_levels; print(activation_levels())"
-    command = [sys.executable, "-c", code + f"\nimport pytest; pytest.main(['-qk', 'largest_sums', '-Wignore', {__file__!r}])"]
+    command = [
+        sys.executable,
+        "-c",
+        code + f"\nimport pytest; pytest.main(['-qk', 'largest_sums', '-Wignore', {__file__!r}])",
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[0] == "63" and "12 passed" in done.stdout, done.stderr
 

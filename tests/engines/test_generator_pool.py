@@ -114,7 +114,6 @@ def test_no_more_is_read_than_a_chunk_for_each_and_one(pool):
 
 @pytest.mark.slow
 def test_processes_end_in_the_middle_of_their_work_and_a_closed_pool_says_so(folder):
-    """A chunk that would take minutes."""
     long = {"max_new_tokens": 100_000, "eos_token_id": -1, "num_beams": 1}
     with GeneratorPool(folder, num_processes=1, device="cpu", assistant_model=folder) as pool:
         # With a draft model that is the model itself, all is accepted.
@@ -179,7 +178,6 @@ def test_processes_take_the_accelerators_in_turn(device, count, num_devices, exp
 
 
 def test_a_death_is_named(pool):
-    """The last test of this pool."""
     stream = pool.generate_stream(itertools.cycle(SOURCES), chunk_size=5)
     next(stream)
     os.kill(processes_of(pool)[0], signal.SIGKILL)

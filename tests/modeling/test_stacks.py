@@ -80,7 +80,6 @@ def with_positions(kind, **fields):
 @pytest.mark.parametrize("kind", ["relative", "alibi"])
 @pytest.mark.parametrize("name", ["encoder", "decoder"])
 def test_biases_are_added_to_the_scores_of_self_attention(kind, name):
-    """A model without positions, with the bias as a mask, gives the same states."""
     model, plain = with_positions(kind)
     stack, length = getattr(model, name), {"encoder": 7, "decoder": 5}[name]
     distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]

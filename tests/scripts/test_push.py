@@ -297,7 +297,6 @@ def test_push_to_hub_of_model_and_tokenizer(hub, tmp_path):
 
 
 def test_an_export_for_browsers_goes_up_without_the_library(hub, tmp_path, capsys):
-    """The files are those that the export lists."""
     names = ["config.json", "index.html", "onnx/encoder_model.onnx", "library/transformers.min.js", "README.md"]
     for name in [*names, "notes.txt"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
