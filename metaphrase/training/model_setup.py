@@ -79,13 +79,13 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
     languages = set_languages(tokenizers, recipe.source_lang, recipe.target_lang)
     if recipe.model_name_or_path is not None:
         model = load_base(recipe, with_weights)
-        fit_vocabulary(model, recipe, tokenizers, with_weights)
-        if recipe.tokenizer_name_or_path is not None:
-            check_special_ids(model, tokenizers)
     else:
         separate = {} if tokenizers.is_joint else {"share_embeddings": False}
         fields = {**tokenizers.config_fields(), **separate, **recipe.model}
         model = MetaphraseForConditionalGeneration(MetaphraseConfig.from_preset(recipe.preset, **fields))
+    fit_vocabulary(model, recipe, tokenizers, with_weights)
+    if recipe.model_name_or_path is not None and recipe.tokenizer_name_or_path is not None:
+        check_special_ids(model, tokenizers)
     if (positions := getattr(model.config, "max_position_embeddings", None)) is not None:
         for tokenizer in (tokenizers.source, tokenizers.target):
             # transformers' value for a tokenizer that declares none.

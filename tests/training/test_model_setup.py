@@ -229,3 +229,10 @@ def test_adafactor_gets_its_options(tmp_path):
 def test_wrong_options_of_optimizer_and_schedule_are_refused(fields, named, tmp_path):
     with contextlib.nullcontext() if named is None else pytest.raises(ValueError, match=f"`{named}`"):
         check_optimizer(arguments_of(tmp_path, **fields))
+
+
+def test_a_new_network_grows_to_hold_its_tokenizers(data, tmp_path):
+    # In the recipe, null means the size of the source vocabulary.
+    fields = FEW | {"joint_vocabulary": "false", "target_vocab_size": 700, "model.decoder_vocab_size": "null"}
+    experiment = Experiment(make_recipe(data, tmp_path / "run", **fields))
+    assert experiment.make_model().config.decoder_vocab_size == len(experiment.prepare().tokenizers.target)
