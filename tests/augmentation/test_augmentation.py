@@ -241,6 +241,21 @@ def test_a_translation_is_the_word_that_goes_with_a_word_the_most():
     assert RareWords.learn([("so a", "X"), ("so b", "Y"), ("so c", "X")]).translations.get("so") is None
 
 
+@pytest.mark.parametrize(
+    ("pairs", "substitutes"),
+    [
+        # Words of the same contexts do not replace each other.
+        ([("a x", "X ( )"), ("a y", "Y ( )")], {}),
+        # Both neighbors of a word are its contexts.
+        ([("a x b", "X"), ("c x d", "X"), ("a y d", "Y"), ("a z e", "Z"), ("f v b", "V")], {"x": {"y": 1}}),
+        # Two words stand behind a translation: Y has the context of X, Z another second word.
+        ([("a x", "X ( b"), ("c x", "X ( b"), ("a y", "Y ( b"), ("a z", "Z ( d"), ("q", "d")], {"x": {"y": 1}}),
+    ],
+)
+def test_contexts_of_words(pairs, substitutes):
+    assert RareWords.learn(pairs).substitutes == substitutes
+
+
 def test_rarer_words_are_drawn_more_often():
     rare = RareWords({"saw": "see", "met": "meet", "blessed": "bless"}, {"saw": {"met": 99, "blessed": 1}})
     draws = [rare.draw("he saw", "see ( he )", random.Random(seed)) for seed in range(500)]
