@@ -1,5 +1,6 @@
 """The generator: texts in, as many texts out, in order."""
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -268,3 +269,6 @@ def test_a_reader_of_the_output_that_has_seen_enough_ends_the_command(tmp_path):
     finally:
         process.kill()
         process.wait()
+        process.stderr.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
