@@ -3,7 +3,7 @@
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
-# Of damaged weights, and of a field of the wrong type in a configuration.
+# Errors of damaged weights, and of a field of the wrong type in a configuration.
 _ERRORS_OF_LIBRARIES = {"SafetensorError", "StrictDataclassError"}
 
 

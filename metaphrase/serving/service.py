@@ -107,7 +107,7 @@ class Service:
         for source, target in direct:
             out_of[source].append(target)
         routes: dict[tuple[str, str], ServedModel | Pivot] = dict(direct)
-        # Of several languages between the two, English comes first, and then the order of the models.
+        # English comes first among several languages between the two, then the order of the models.
         for (source, middle), first in sorted(direct.items(), key=lambda item: item[0][1] != "en"):
             for target in out_of.get(middle, ()):
                 if source != target and (source, target) not in routes:

@@ -191,7 +191,7 @@ def test_words_of_a_model(kind, joint):
     assert given.source == SOURCES[3] and given.source_words == given.source.split()
     assert given.target_words == TARGETS[3].split()
     weights = word_weights(given)
-    # What is missing from one went to the prefix and to the end of sequence, and is all that is missing.
+    # The prefix and the end of sequence have the rest of the weight, and nothing else is missing.
     silent = [place for place, word in enumerate(given.source_word_ids) if word is None]
     rows = [[place for place, word in enumerate(given.target_word_ids) if word == index] for index in range(6)]
     missing = [given.weights[row][:, silent].sum(axis=1).mean() for row in rows]

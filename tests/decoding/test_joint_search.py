@@ -17,7 +17,7 @@ from metaphrase.inference.batches import pad_sources
 ENDS = [5, 11, 17]
 # The longer one of each two is shorter than the one before, so that decoding keeps their order.
 ROWS = [[12, 2], [30, 4, 4, 4, 9, 2], [21, 6, 2], [7, 8, 9, 2], [9, 9, 2]]
-# What the second model reads, by a tokenizer of its own.
+# Ids that the second model reads, by a tokenizer of its own.
 OTHER_TEXTS = [[12, 13, 14, 15, 16, 17, 2], [5, 4, 2], [33, 32, 31, 30, 2], [8, 2], [2]]
 BEAMS = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.6}
 
@@ -26,7 +26,7 @@ BEAMS = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.6}
 def models():
     """Two models of different architectures, which agree in nothing but the target vocabulary."""
     one = tiny_model(**DESIGNS["sinusoidal"])
-    # As sure of what it says as the first.
+    # Its probabilities are as high as those of the first.
     fields = DESIGNS["alibi"] | {"initializer_range": 0.4}
     other = tiny_model(seed=1, **fields, vocab_size=41, decoder_vocab_size=37, hidden_size=24, share_embeddings=False)
     return one, other

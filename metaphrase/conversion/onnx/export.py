@@ -353,7 +353,7 @@ def export_web(
         settings.max_length, settings.max_new_tokens = length if limit is None else min(length, limit), None
         for path in folder.rglob("tokenizer.json"):
             rewrite_tokenizer(path)
-        # Of the families that transformers.js knows, BART has our tensors and fields.
+        # BART is the family of transformers.js that has our tensors and fields.
         names = ("encoder_layers", "encoder_attention_heads", "decoder_layers", "decoder_attention_heads")
         names += ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
         fields = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True}
