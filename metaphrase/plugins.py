@@ -52,7 +52,8 @@ PLACES: dict[str, str] = {
     "choose_decoding": "metaphrase.choices.completion:choose_decoding",
     # The needs of an experiment.
     "estimate": "metaphrase.choices.estimate:dry_run",
-    # Setup of a process that trains on a CPU, and the alert that bfloat16 is slow there.
+    # Setup of a process that decodes or trains on a CPU, and the alert that bfloat16 is slow there.
+    "kept_memory": "metaphrase.ops.cpu_setup:keep_freed_memory",
     "cpu_setup": "metaphrase.ops.cpu_setup:prepare_cpu",
     "slow_bfloat16": "metaphrase.ops.cpu_setup:slow_bfloat16_alerts",
     # Faster operators, and the decoder.

@@ -18,6 +18,7 @@ from metaphrase.hub_card.card import with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import check_source_length
 from metaphrase.inference.line_files import OutputFile, as_lines, check_files
+from metaphrase.scripts.generate import keep_memory
 from metaphrase.scripts.parsers import (
     check_dependents,
     chosen_generation_options,
@@ -45,6 +46,7 @@ def main(arguments: argparse.Namespace) -> None:
     set_seed(arguments.seed)
     # `load_pairs` has added the prefix.
     loading = chosen_loading_options(arguments) | {"source_prefix": ""}
+    keep_memory()
     generator = Generator.from_pretrained([arguments.model, *(arguments.ensemble or [])], **loading)
     if arguments.max_source_length is not None and arguments.source_prefix:
         check_source_length(arguments.max_source_length, generator.tokenizers, arguments.source_prefix)

