@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from metaphrase.errors import MetaphraseError
 
 DEFAULT_JOINER = "@@"
@@ -64,6 +66,18 @@ def count_lines(path: str | os.PathLike | None) -> int | None:
     return count + (not chunk.endswith(b"\n"))
 
 
+def line_offsets(path: str | os.PathLike, unit: int) -> tuple[np.ndarray, int]:
+    """Return where each `unit`-th line of a file that is not compressed begins, in bytes, and the number of lines."""
+    offsets, count, position, chunk = [0], 0, 0, b"\n"
+    with open(path, "rb") as file:
+        while following := file.read(_BYTES_PER_CHUNK):
+            chunk = following
+            ends = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n"))
+            offsets += (position + 1 + ends[unit - 1 - count % unit :: unit]).tolist()
+            count, position = count + len(ends), position + len(chunk)
+    return np.asarray(offsets), count + (not chunk.endswith(b"\n"))
+
+
 def shard_range(total: int, shard: tuple[int, int] | None, unit: int = 1) -> range:
     """Return the items of one of several parts of nearly equal size. A part starts at a multiple of `unit`.
 
@@ -81,24 +95,36 @@ def shard_range(total: int, shard: tuple[int, int] | None, unit: int = 1) -> ran
 
 
 def read_lines(
-    path: str | os.PathLike | None, max_line_characters: int = MAX_LINE_CHARACTERS, keepends: bool = False
+    path: str | os.PathLike | None,
+    max_line_characters: int = MAX_LINE_CHARACTERS,
+    keepends: bool = False,
+    span: tuple[int, int] = (0, sys.maxsize),
 ) -> Iterator[Line]:
     """Yield the lines of a UTF-8 text file, or of standard input, without a byte-order mark. The memory for a line is bounded.
 
     Only LF and CR LF end a line. All other line breaks of Unicode stay inside the line, so that parallel files stay
-    parallel. A file in UTF-16 is a `MetaphraseError`.
+    parallel. A file in UTF-16 is a `MetaphraseError`. Of a span of bytes, the lines that begin in it are read and counted.
     """
     name = "standard input" if path is None else f"`{os.fspath(path)}`"
     # A character has at most four bytes. The other bytes are a byte-order mark and the line end.
     size = min(4 * max_line_characters + 5, sys.maxsize)
+    start, stop = span
     with open_bytes(path) as file:
+        if start:
+            file.seek(start - 1)
+            # The end of a line that begins before the span.
+            while (end := file.readline(size)) and not end.endswith(b"\n"):
+                pass
+            start = file.tell()
         for number in itertools.count(1):
-            line = end = file.readline(size)
-            if not line:
+            if start >= stop or not (line := file.readline(size)):
                 return
+            end = line
+            start += len(line)
             while len(end) == size and not end.endswith(b"\n"):
                 end = file.readline(size)
-            if number == 1:
+                start += len(end)
+            if number == 1 and not span[0]:
                 if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                     raise MetaphraseError(f"{name} must be UTF-8, got UTF-16. Convert it with iconv -f UTF-16 -t UTF-8")
                 line = line.removeprefix(codecs.BOM_UTF8)

@@ -1,6 +1,7 @@
 """Completion of a recipe: read the pairs, time a few updates, and fill the open fields."""
 
 import collections
+import dataclasses
 import functools
 import logging
 import math
@@ -11,7 +12,7 @@ from typing import Any
 import datasets
 import torch
 
-from metaphrase.choices.estimate import estimate_recipe
+from metaphrase.choices.estimate import estimate_recipe, sampled_data
 from metaphrase.choices.rules import (
     SIZES,
     STRATEGIES,
@@ -54,6 +55,8 @@ _UPDATES_SHARE = 0.8
 _HEAP = 1.8
 # Pairs whose tokens are counted for the limits of length.
 _SAMPLE_PAIRS = 10_000
+# Pairs that are read and encoded before training. More of them are read during training.
+_MOST_READ = 200_000
 # In hours.
 _LONG_RUN = 24
 
@@ -61,8 +64,8 @@ _LONG_RUN = 24
 def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = None) -> tuple[Experiment, list[str]]:
     """Read the pairs, choose open fields from the texts, encode them, and choose the others from tokens and speed.
 
-    Fields that are given stay. Streams, tasks, stages and plain texts are not read beforehand, so the network alone decides. A
-    resumed run keeps what it has.
+    Fields that are given stay. Many pairs become a stream, and a sample of them decides. Tasks, stages and plain texts are not
+    read beforehand, so the network alone decides. A resumed run keeps what it has.
 
     `started` is the beginning of `time_budget`, in seconds of `time.time()`; None for now.
 
@@ -75,7 +78,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     started, before, data = time.time() if started is None else started, recipe, None
     if recipe.resume_from_checkpoint:
         return Experiment(recipe, is_dry_run, started), []
-    if recipe.tasks or recipe.stages or recipe.streaming or recipe.objective != "pairs":
+    if recipe.tasks or recipe.stages or recipe.objective != "pairs":
         recipe = choose_plainly(recipe)
     else:
         if recipe.is_open(*BATCH_SIZES):
@@ -84,26 +87,42 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
         # Checks what can be checked before any work.
         opened = Experiment(_before_evaluation(recipe), is_dry_run, started)
         with opened.arguments.main_process_first(desc="reading the corpus"):
-            opened.corpus.read()
-            recipe = _choose_from_files(recipe, opened.corpus.splits["train"])
+            opened.corpus.read(_MOST_READ if _may_stream(recipe) else math.inf)
+            train, scale = opened.corpus.splits["train"], 1.0
+            if opened.corpus.stream is not None:
+                scale = opened.corpus.num_pairs / len(train)
+                shown = f"{opened.corpus.num_pairs:,} pairs, of which a sample of {len(train):,} decides"
+                recipe = recipe.choose(f"the files hold about {shown}", streaming=True)
+            recipe = _choose_from_files(recipe, train, scale)
             corpus = opened.corpus.with_recipe(recipe)
             load(corpus)
             if (learn_rare_words := plugin("rare_words")) is not None:
                 recipe = choose_augmentation(recipe, lambda: learn_rare_words(corpus))
             tokenizers = make_tokenizers(recipe, corpus)
             recipe = choose_limits(recipe, _sample_lengths(corpus, tokenizers), corpus.longest)
-            corpus = corpus.with_recipe(recipe)
-            data = Data(corpus, tokenizers, corpus.encode(tokenizers))
-        recipe = _choose_training(recipe, data, opened.deadline).checked()
+            data = sampled_data(Data(corpus.with_recipe(recipe), tokenizers, {}))
+        recipe = _choose_training(recipe, data, opened.deadline, scale).checked()
+        if recipe.streaming:
+            corpus = data.corpus.with_recipe(recipe)
+            data = Data(corpus, tokenizers, data.encoded | {"train": corpus.stream_batches(tokenizers)})
     return Experiment(recipe, is_dry_run, started, data), describe_choices(before, recipe)
 
 
-def _choose_from_files(recipe: Recipe, train: datasets.Dataset) -> Recipe:
-    """Choose validation pairs, tokenizers and scores from training pairs as they stand in the files, and the precision."""
+def _may_stream(recipe: Recipe) -> bool:
+    """True if no given field needs epochs, or batches that are counted in pairs."""
+    is_open = recipe.is_open("streaming", "num_train_epochs", "per_device_train_batch_size")
+    return is_open and "epoch" not in (recipe.eval_strategy, recipe.save_strategy, recipe.logging_strategy)
+
+
+def _choose_from_files(recipe: Recipe, train: datasets.Dataset, scale: float) -> Recipe:
+    """Choose validation pairs, tokenizers and scores from training pairs as they stand in the files, and the precision.
+
+    There are `scale` times as many pairs.
+    """
     has_open_size = recipe.is_open("num_validation")
     if recipe.num_test:
         train = split_pairs(train, 0, recipe.num_test, data_seed(recipe))["train"]
-    recipe = choose_from_text(recipe, CorpusProfile.of(train))
+    recipe = choose_from_text(recipe, CorpusProfile.of(train, scale))
     if has_open_size and recipe.num_validation:
         # Pairs with the same source stay together.
         sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
@@ -122,9 +141,12 @@ def _sample_lengths(corpus: PairCorpus, tokenizers: TokenizerPair) -> dict[str, 
     return {side: [len(ids) for ids in encode(sample[side][:])] for side, encode in encoders}
 
 
-def _choose_training(recipe: Recipe, data: Data, deadline: float) -> Recipe:
+def _choose_training(recipe: Recipe, data: Data, deadline: float, scale: float) -> Recipe:
     """Choose network, batches, optimizer, length of the run, and evaluation, from the tokens and the speed of this machine."""
-    tokens = TokenProfile.of(data.encoded["train"])
+    tokens = TokenProfile.of(data.encoded["train"], scale)
+    if recipe.streaming:
+        # A longer pair than those of the sample may come.
+        tokens = dataclasses.replace(tokens, longest=sum(data.corpus.limits))
 
     @functools.cache
     def cost_of(size: Size) -> StepCost:

@@ -24,7 +24,6 @@ from metaphrase.choices.memory import (
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
-from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.techniques.mixtures import StagedPairs
 from metaphrase.training.distributed import is_adapted
@@ -260,9 +259,15 @@ def estimate_run(
 
 def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     """Estimate the needs of `experiment.train()` from its corpus, tokenizer and batches. Nothing is written."""
-    if experiment.recipe.streaming:
-        raise MetaphraseError("`streaming` must be false for a dry run: the lengths of a stream are not known.")
-    return estimate_recipe(experiment.recipe, experiment.prepare(), devices)
+    return estimate_recipe(experiment.recipe, sampled_data(experiment.prepare()), devices)
+
+
+def sampled_data(data: Data) -> Data:
+    """Return the data with the encoded sample of a stream in place of its batches."""
+    if not data.corpus.recipe.streaming and data.encoded:
+        return data
+    corpus = data.corpus.with_recipe(data.corpus.recipe.replace(streaming=False))
+    return data._replace(corpus=corpus, encoded=corpus.encode(data.tokenizers))
 
 
 def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> RunEstimate:

@@ -124,15 +124,15 @@ class CorpusProfile:
     shared_characters: float
 
     @classmethod
-    def of(cls, train: datasets.Dataset) -> "CorpusProfile":
-        """Measure training pairs; of many pairs, those at regular distances."""
+    def of(cls, train: datasets.Dataset, scale: float = 1.0) -> "CorpusProfile":
+        """Measure training pairs; of many pairs, those at regular distances. In all there are `scale` times as many."""
         sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))
         pairs = {*zip(*(sample[side][:] for side in SIDES), strict=True)}
         sources, targets = zip(*sorted(pairs), strict=True)
         source, target = SideProfile.of(sources), SideProfile.of(targets)
         counts = Counter(character for text in targets for character in text if not character.isspace())
         shared = sum(count for character, count in counts.items() if character in source.alphabet)
-        return cls(len(train) * len(pairs) // len(sample), source, target, shared / max(1, counts.total()))
+        return cls(int(scale * len(train)) * len(pairs) // len(sample), source, target, shared / max(1, counts.total()))
 
 
 # Choices from tokens and from the speed of the machine
@@ -148,10 +148,11 @@ class TokenProfile:
     longest: int
 
     @classmethod
-    def of(cls, encoded: Any) -> "TokenProfile":
-        """Count the tokens of encoded training pairs."""
+    def of(cls, encoded: Any, scale: float = 1.0) -> "TokenProfile":
+        """Count the tokens of encoded training pairs, of which there are `scale` times as many in all."""
         lengths = np.stack([np.asarray(encoded[side][:]) for side in LENGTH_COLUMNS], axis=1)
-        return cls(len(lengths), *map(int, lengths.sum(axis=0)), int(lengths.sum(axis=1).max()))
+        sizes = (round(scale * size) for size in (len(lengths), *lengths.sum(axis=0).tolist()))
+        return cls(*sizes, int(lengths.sum(axis=1).max()))
 
     @property
     def both(self) -> int:

@@ -1,30 +1,36 @@
 """Pairs of source and target from files and data sets: rows of text, a report on what was skipped, and splits."""
 
 import csv
+import gzip
 import hashlib
 import json
 import logging
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.fingerprint import Hasher
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import file_in_one_step
-from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, read_lines
+from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, line_offsets, read_lines
 
 logger = logging.getLogger(__name__)
 
 Column = str | int | None
 Columns = tuple[Column, Column]
+# First byte of a part of a file, and the one behind it.
+Span = tuple[int, int]
+WHOLE = (0, sys.maxsize)
 SIDES = ("source", "target")
 
 
@@ -40,41 +46,53 @@ Record = tuple[str, str] | PairProblem
 # Readers of files. Those of pandas and pyarrow would read broken rows as nulls, or refuse a whole file without naming a line.
 
 
-def read_parallel(source_file: str, target_file: str, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
-    """Yield the pairs of two text files with one sentence per line. Both must have the same number of lines."""
-    source_lines, target_lines = count_lines(source_file), count_lines(target_file)
+def read_parallel(
+    source_file: str, target_file: str, limit: int = MAX_LINE_CHARACTERS, spans: Sequence[Span] = (WHOLE, WHOLE)
+) -> Iterator[Record]:
+    """Yield the pairs of two text files with one sentence per line and equally many lines, or of a span of each."""
+    if spans[0] == WHOLE:
+        check_parallel(source_file, target_file, count_lines(source_file), count_lines(target_file))
+    sides = (read_lines(path, limit, span=span) for path, span in zip((source_file, target_file), spans, strict=True))
+    for source, target in zip(*sides, strict=True):
+        line = source if source.problem else target
+        yield PairProblem(line.kind, line.problem) if line.problem else (source.text, target.text)
+
+
+def check_parallel(source_file: str, target_file: str, source_lines: int | None, target_lines: int | None) -> None:
+    """Raise a `MetaphraseError` if parallel files do not have the same number of lines."""
     if source_lines != target_lines:
         raise MetaphraseError(
             "Parallel files must have the same number of lines, "
             f"got {source_lines} in {source_file} and {target_lines} in {target_file}."
         )
-    for source, target in zip(read_lines(source_file, limit), read_lines(target_file, limit), strict=True):
-        line = source if source.problem else target
-        yield PairProblem(line.kind, line.problem) if line.problem else (source.text, target.text)
 
 
-def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
-    """Yield the pairs of a tab-separated file. Quotes are ordinary characters.
+def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span: Span = WHOLE) -> Iterator[Record]:
+    """Yield the pairs of a tab-separated file, or of a span of it. Quotes are ordinary characters.
 
     The first line is a header if it holds both column names. Columns given by number mean that there is no header.
     """
-    names, source, target, width = column_names(columns), 0, 1, 2
-    for line in read_lines(path, limit):
+    first = next(read_lines(path, limit), None)
+    fields, names, width = first.text.split("\t") if first else [], column_names(columns), 2
+    has_header = all(name in fields for name in names)
+    source, target = 0, 1
+    if has_header:
+        check_columns(path, names, fields)
+        source, target = map(fields.index, names)
+        width = len(fields)
+    elif first is not None:
+        if columns != (None, None):
+            (source, target), width = names, len(fields)
+        has_columns = all(isinstance(column, int) and 0 <= column < width for column in (source, target))
+        if not has_columns or len(fields) > width:
+            raise MetaphraseError(
+                f"`source_column` and `target_column` must name columns in the first line of {path}, or be numbers from 0 of "
+                f"columns without a header, got {columns}; it has {fields}."
+            )
+    for line in read_lines(path, limit, span=span):
+        if has_header and line.number == 1 and not span[0]:
+            continue
         fields = line.text.split("\t")
-        if line.number == 1:
-            if all(name in fields for name in names):
-                check_columns(path, names, fields)
-                source, target = map(fields.index, names)
-                width = len(fields)
-                continue
-            if columns != (None, None):
-                (source, target), width = names, len(fields)
-            has_columns = all(isinstance(column, int) and 0 <= column < width for column in (source, target))
-            if not has_columns or len(fields) > width:
-                raise MetaphraseError(
-                    f"`source_column` and `target_column` must name columns in the first line of {path}, or be numbers from 0 of "
-                    f"columns without a header, got {columns}; it has {fields}."
-                )
         if line.problem:
             yield PairProblem(line.kind, line.problem)
         elif len(fields) != width:
@@ -132,8 +150,8 @@ def check_columns(where: str, names: list[str], present: list[str]) -> None:
             )
 
 
-def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
-    """Yield the pairs of a file with one JSON object per line, or with one JSON array of objects.
+def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span: Span = WHOLE) -> Iterator[Record]:
+    """Yield the pairs of a file with one JSON object per line, or of a span of it, or with one JSON array of objects.
 
     An object holds the columns itself, or under the key `translation` with language codes as column names. An array is in
     memory as a whole, often as one line: the limit holds for its texts.
@@ -149,7 +167,7 @@ def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> 
             for number, record in enumerate(records, start=1):
                 yield _from_mapping(record, names, f"{path}, record {number}", limit)
             return
-    for line in read_lines(path, limit):
+    for line in read_lines(path, limit, span=span):
         if line.problem:
             yield PairProblem(line.kind, line.problem)
         elif line.text.strip():
@@ -231,6 +249,10 @@ RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in 
 CACHE_VERSION = 4
 # `datasets` takes more than a hundred times as long row by row.
 _ROWS_PER_READ = 5000
+# Parts of a file that a stream reads in random order. A buffer mixes pairs of many places if they are small.
+BLOCK_BYTES, _BLOCK_LINES = 2**16, 256
+# Of a data set that does not tell.
+_UNKNOWN_PAIRS = 1_000_000
 # Kinds of `PairProblem`.
 PROBLEMS = ("malformed", "invalid_utf8", "line_too_long")
 # An unused pair counts under exactly one reason.
@@ -359,37 +381,64 @@ class PairSource:
     def load_dataset(self, **options: Any) -> Any:
         return datasets.load_dataset(self.dataset_name, self.dataset_config_name, split=self.dataset_split, **options)
 
-    def records(self, **options: Any) -> Iterator[Record]:
-        """Yield the pairs, or the problem with a pair, one by one. Options are those of `load_dataset`."""
-        limit = self.max_line_characters
+    @cached_property
+    def offsets(self) -> np.ndarray | None:
+        """Bytes of each file where a block begins, and the end, shape (blocks + 1, files); None if only the whole can be read.
+
+        Blocks of parallel files have equally many lines, and those of one file equally many bytes.
+        """
+        endings = {Path(path).suffix for path in self.paths}
+        if not endings or ".gz" in endings or self.max_samples is not None:
+            return None
+        if self.file is not None and not endings <= {".tsv", ".jsonl"}:
+            return None
+        sizes = [Path(path).stat().st_size for path in self.paths]
+        if self.file is not None:
+            return np.append(np.arange(0, max(1, sizes[0]), BLOCK_BYTES), sizes[0])[:, None]
+        offsets, counts = zip(*(line_offsets(path, _BLOCK_LINES) for path in self.paths), strict=True)
+        check_parallel(*self.paths, *counts)
+        starts = [[*offset[: -(-counts[0] // _BLOCK_LINES)], size] for offset, size in zip(offsets, sizes, strict=True)]
+        return np.array(starts).T
+
+    def records(self, block: int | None = None, **options: Any) -> Iterator[Record]:
+        """Yield the pairs, or the problem with a pair, one by one: all, or those of a block of `offsets`.
+
+        Options are those of `load_dataset`.
+        """
+        limit, spans = self.max_line_characters, [WHOLE] * len(self.paths)
+        if block is not None:
+            spans = [*zip(*self.offsets[block : block + 2].tolist(), strict=True)]
         if not self.paths:
             tables = self.load_dataset(**options).with_format("arrow").iter(_ROWS_PER_READ)
             return read_arrow(tables, self.columns, self.name, limit)
         if self.file is None:
-            return read_parallel(self.paths[0], self.paths[1], limit)
+            return read_parallel(*self.paths, limit, spans)
         [path] = self.paths
-        return READERS[Path(path.removesuffix(".gz")).suffix](path, self.columns, limit)
+        reader = READERS[Path(path.removesuffix(".gz")).suffix]
+        return reader(path, self.columns, limit, *(() if block is None else spans))
 
-    def rows(self, **options: Any) -> Iterator[tuple[str, str, str]]:
+    def rows(self, block: int | None = None, **options: Any) -> Iterator[tuple[str, str, str]]:
         """Yield source with prefix, target and problem of each record, empty for a good pair.
 
         A bad pair that is not skipped is a `MetaphraseError`.
         """
-        for record in self.records(**options):
+        for record in self.records(block, **options):
             if isinstance(record, PairProblem):
                 if getattr(self, record.kind) == "error":
                     is_long = record.kind == "line_too_long"
                     hint = "" if is_long else f" `{record.kind}: skip` drops and counts such pairs."
-                    raise MetaphraseError(record.message + hint)
+                    # A block knows no lines before it.
+                    where = f" Lines are counted from byte {self.offsets[block].tolist()}." if block else ""
+                    raise MetaphraseError(record.message + where + hint)
                 yield "", "", record.kind
             else:
                 source, target = record
                 yield self.source_prefix + source if self.source_prefix and source.strip() else source, target, ""
 
-    def pairs(self, report: "DataReport | None" = None) -> Iterator[tuple[str, str]]:
+    def pairs(self, report: "DataReport | None" = None, block: int | None = None) -> Iterator[tuple[str, str]]:
         """Stream the good pairs, and count all pairs in the report. Each call reads anew."""
         report, num_good = DataReport() if report is None else report, 0
-        for source, target, problem in self.rows() if self.paths else self.rows(streaming=True):
+        for source, target, problem in self.rows(block) if self.paths else self.rows(streaming=True):
             report.read += 1
             if problem:
                 report.add(**{problem: 1})
@@ -399,10 +448,38 @@ class PairSource:
             if num_good == self.max_samples:
                 return
 
-    def side(self, index: int) -> Iterator[str]:
-        """Stream the sources (0), without prefix, or the targets (1)."""
-        start = len(self.source_prefix or "") if index == 0 else 0
-        return (pair[index][start:] for pair in self.pairs())
+    def sample(self, most: int, seed: int = 0) -> tuple[datasets.Dataset, int]:
+        """Return good pairs of blocks at random places, or else the first ones, and an estimate of the number of all good pairs.
+
+        A source with fewer pairs than `most` is read as a whole, and its number is exact.
+        """
+        pairs, offsets = [], self.offsets
+        if offsets is not None:
+            num_bytes, order = 0, np.random.default_rng(seed).permutation(len(offsets) - 1)
+            for number, block in enumerate(order, start=1):
+                pairs += self.pairs(block=int(block))
+                num_bytes += int((offsets[block + 1] - offsets[block]).sum())
+                if len(pairs) >= most and number < len(order):
+                    return _as_dataset(pairs), int(len(pairs) * (offsets[-1] - offsets[0]).sum() / num_bytes)
+            return _as_dataset(pairs), len(pairs)
+        rows = self.pairs()
+        pairs = list(islice(rows, most))
+        if next(rows, None) is None:
+            return _as_dataset(pairs), len(pairs)
+        text = "".join(f"{source}\t{target}\n" for source, target in pairs).encode()
+        read = len(gzip.compress(text)) if all(path.endswith(".gz") for path in self.paths) else len(text)
+        size = sum(Path(path).stat().st_size for path in self.paths)
+        return _as_dataset(pairs), max(most, int(most * size / read)) if self.paths else _UNKNOWN_PAIRS
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files; 0 without files."""
+        return sum(Path(path).stat().st_size for path in self.paths)
+
+
+def _as_dataset(pairs: list[tuple[str, str]]) -> datasets.Dataset:
+    sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
+    return datasets.Dataset.from_dict({"source": sources, "target": targets})
 
 
 def load_pairs(

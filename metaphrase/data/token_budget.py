@@ -82,19 +82,17 @@ class LengthGroupedSampler(Sampler[int]):
         yield from order[num_full * self.batch_size :]
 
 
-def as_padded(
-    lengths: np.ndarray | Sequence[Sequence[int]], max_tokens_per_batch: int, multiple: int, num_before: int = 0
-) -> np.ndarray:
+def as_padded(lengths: np.ndarray | Sequence[Sequence[int]], max_tokens_per_batch: int, multiple: int) -> np.ndarray:
     """Return lengths `(pairs, 2)` rounded up to a multiple. A pair that exceeds the budget only by rounding gets its own batch.
 
-    A longer pair is refused by its number, which counts `num_before` earlier pairs.
+    A longer pair is refused by its number.
     """
     array = np.asarray(lengths, dtype=np.int64)
     longest = int(array.sum(axis=1).argmax())
     source, target = array[longest].tolist()
     if source + target > max_tokens_per_batch:
         raise MetaphraseError(
-            f"`max_tokens_per_batch` must hold the longest pair, number {num_before + longest + 1} of those to train on, with "
+            f"`max_tokens_per_batch` must hold the longest pair, number {longest + 1} of those to train on, with "
             f"{source} source and {target} target tokens, {source + target} in all, got {max_tokens_per_batch}. Raise it, or "
             "lower `max_source_length` and `max_target_length`."
         )
@@ -263,7 +261,11 @@ def announce_epoch(loader: DataLoader, epoch: int) -> None:
 
 
 Pair = Mapping[str, Sequence[int]]
-_ROWS_PER_READ = 1000
+_PAIRS_PER_CHUNK, _MOST_WORKERS = 1000, 256
+# With fewer blocks for each reader, all read all blocks, and take turns with the pairs.
+_BLOCKS_PER_READER = 8
+# A pair is numbered by its block and its place in it.
+_MOST_PAIRS_OF_BLOCK = 10**6
 # At the start of a file, and at its end.
 _SAMPLED_BYTES = 2**16
 # The counts of a report, in the order of the shared tensor.
@@ -271,48 +273,91 @@ _COUNTS = ("read", *DROP_REASONS, "source_truncated", "target_truncated")
 
 
 class PairStream:
-    """Encoded pairs of a source that is streamed, the same in each pass, but for changes by an augmenter.
+    """Encoded pairs of a source that is streamed, the same in each pass, but for their order and changes by an augmenter.
 
-    Pairs are dropped and counted as by `encode_pairs`. `rules` are the other fields of `PairEncoder`.
+    Pairs are dropped and counted as by `encode_pairs`. Blocks of files come in random order. `held_out` are sources, without
+    white space around them, whose pairs belong to other splits. `rules` are the other fields of `PairEncoder`.
     """
 
-    def __init__(self, texts: PairSource, tokenizers: TokenizerPair, augmenter: Callable | None = None, **rules: Any):
+    def __init__(
+        self,
+        texts: PairSource,
+        tokenizers: TokenizerPair,
+        augmenter: Callable | None = None,
+        held_out: Iterable[str] = (),
+        seed: int = 0,
+        **rules: Any,
+    ):
         self.texts, self.encode, self.augmenter = texts, PairEncoder(tokenizers, **rules), augmenter
-        # Shared memory: the workers of a loader read, each with a copy of this stream.
-        self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64).share_memory_()
+        self.held_out, self.seed = frozenset(held_out), seed
+        # Shared memory: the workers of a loader read, each with a copy of this stream and a row of its own.
+        self._counts = torch.zeros(_MOST_WORKERS, len(_COUNTS), dtype=torch.int64).share_memory_()
 
     @property
     def report(self) -> DataReport:
         """Counts of the present pass, or of the last one."""
-        return DataReport(**dict(zip(_COUNTS, self._counts.tolist(), strict=True)))
+        return DataReport(**dict(zip(_COUNTS, self._counts.sum(dim=0).tolist(), strict=True)))
 
-    def _publish(self, report: DataReport) -> None:
-        # Every worker reads all pairs: the first one counts for all.
-        if (worker := get_worker_info()) is None or worker.id == 0:
-            self._counts.copy_(torch.tensor([getattr(report, name) for name in _COUNTS]))
+    def share_counts(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+        """Add the counts of all processes. `reduce` is that of an `Accelerator`."""
+        self._counts[0] = reduce(self._counts.sum(dim=0).to(device)).cpu()
+        self._counts[1:] = 0
 
-    def __call__(self, pass_number: int) -> Iterator[dict[str, Any]]:
-        """Yield `input_ids` and `labels` of each pair of a pass."""
-        report, num_read = DataReport(), 0
-        pairs = self.texts.pairs(report)
-        while batch := list(islice(pairs, _ROWS_PER_READ)):
-            sources, targets = map(list, zip(*batch, strict=True))
-            rows = list(range(num_read, num_read + len(batch)))
-            num_read += len(batch)
-            columns = self.encode(sources, targets, rows)
-            outcomes = Counter(columns["outcome"])
-            report.add(**{reason: outcomes[number] for number, reason in enumerate(OUTCOMES) if number})
-            report.add(**{name: sum(columns[name]) for name in ("source_truncated", "target_truncated")})
-            self._publish(report)
-            columns |= {"source": sources, "target": targets, "row": rows}
-            encoded = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-            encoded = [pair for pair in encoded if pair["outcome"] == 0]
-            if self.augmenter is None:
-                yield from ({name: pair[name] for name in ("input_ids", "labels")} for pair in encoded)
-            elif encoded:
-                yield from self.augmenter(encoded, pass_number, [pair["row"] for pair in encoded])
+    def chunks(
+        self, pass_number: int, place: Sequence[int] = (), reader: int = 0, num_readers: int = 1
+    ) -> Iterator[tuple[list[int], list[Pair]]]:
+        """Yield the pairs of one of several readers in a pass, chunk by chunk, each with the place behind it.
+
+        A place is where to begin: the number of the block, the chunk in it, and the counts of the pass so far.
+        """
+        first, num_skipped, *counts = place or [0] * (2 + len(_COUNTS))
+        blocks: list[int | None] = [None]
+        if self.texts.offsets is not None:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + pass_number)
+            blocks = torch.randperm(len(self.texts.offsets) - 1, generator=generator).tolist()
+        takes_turns = len(blocks) < _BLOCKS_PER_READER * num_readers
+        blocks = blocks if takes_turns else blocks[reader::num_readers]
+        report = DataReport()
+        for number in range(first, len(blocks)):
+            # Of those that read the same blocks, the first counts what is read.
+            reading = DataReport() if takes_turns and reader else report
+            pairs = enumerate(self.texts.pairs(reading, blocks[number]), (blocks[number] or 0) * _MOST_PAIRS_OF_BLOCK)
+            if takes_turns:
+                pairs = islice(pairs, reader, None, num_readers)
+            for chunk in itertools.count():
+                if not (rows := list(islice(pairs, _PAIRS_PER_CHUNK))):
+                    break
+                if number > first or chunk >= num_skipped:
+                    encoded = self._encode(rows, pass_number, report)
+                    yield [number, chunk + 1, *self._publish(report)], encoded
+                if (number, chunk + 1) == (first, num_skipped):
+                    report.__dict__.update(zip(_COUNTS, counts, strict=True))
         self._publish(report)
         logger.info("Pass %d: %s", pass_number + 1, report)
+
+    def _encode(self, rows: list[tuple[int, tuple[str, str]]], pass_number: int, report: DataReport) -> list[Pair]:
+        kept = [row for row in rows if row[1][0].strip() not in self.held_out]
+        report.add(other_splits=len(rows) - len(kept))
+        numbers, sources = [row for row, _ in kept], [pair[0] for _, pair in kept]
+        targets = [pair[1] for _, pair in kept]
+        if not kept:
+            return []
+        columns = self.encode(sources, targets, numbers)
+        outcomes = Counter(columns["outcome"])
+        report.add(**{reason: outcomes[number] for number, reason in enumerate(OUTCOMES) if number})
+        report.add(**{name: sum(columns[name]) for name in ("source_truncated", "target_truncated")})
+        columns |= {"source": sources, "target": targets, "row": numbers}
+        encoded = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        encoded = [pair for pair in encoded if pair["outcome"] == 0]
+        if self.augmenter is not None and encoded:
+            return list(self.augmenter(encoded, pass_number, [pair["row"] for pair in encoded]))
+        return [{name: pair[name] for name in ("input_ids", "labels")} for pair in encoded]
+
+    def _publish(self, report: DataReport) -> list[int]:
+        worker = get_worker_info()
+        counts = [getattr(report, name) for name in _COUNTS]
+        self._counts[0 if worker is None else worker.id] = torch.tensor(counts)
+        return counts
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return sizes of the files, and a hash of their first and last bytes and of columns and prefix; None without files.
@@ -334,12 +379,11 @@ class PairStream:
 
 
 class TokenBudgetStream(IterableDataset):
-    """Endless batches, as lists of pairs, for one of several processes.
+    """Endless batches, as lists of pairs, each with the place behind it, for one of several processes.
 
     Pairs are read into a buffer, which is shuffled, sorted by both lengths and cut into batches. The batches come in random
-    order. Each pair occurs in one batch of one process in each pass, and each buffer gives all processes the same number of
-    batches. If the pairs do not suffice, some processes get a repeated pair with ignored labels. The batches depend on the
-    seed and the pairs alone, so that a resumed run skips the batches it had.
+    order. Each pair occurs in one batch of one reader in each pass. Readers are the processes, or the workers of their loaders.
+    The batches depend on the seed, the pairs and the number of readers alone. A resumed run begins at the places it had.
     """
 
     # Multiple to which the collator rounds up widths.
@@ -347,42 +391,57 @@ class TokenBudgetStream(IterableDataset):
 
     def __init__(
         self,
-        read: Callable[[int], Iterable[Pair]],
+        read: PairStream,
         max_tokens_per_batch: int,
         seed: int,
         num_processes: int = 1,
         process_index: int = 0,
         pairs_in_buffer: int = 20_000,
     ):
-        """Take a function that returns the pairs of a pass, by its number from 0. Each process reads all pairs.
-
-        A larger buffer means less padding, more mixing, more memory.
-        """
+        """Take the pairs to read. A larger buffer means less padding, more mixing, more memory."""
         self.read, self.max_tokens_per_batch, self.seed = read, max_tokens_per_batch, seed
         self.num_processes, self.process_index = num_processes, process_index
         self.pairs_in_buffer = pairs_in_buffer
+        self._num_skipped, self._places = 0, {}
 
-    def __iter__(self) -> Iterator[list[Pair]]:
-        """Yield the batches of this process. Each worker of a loader yields its share."""
-        worker = get_worker_info()
-        count, index = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        # The loader takes from its workers in turn, so that together they give the order of one.
-        yield from islice(self._batches(), index, None, count)
+    def resume(self, num_skipped: int, places: Mapping[str, list[int]]) -> None:
+        """Begin at the place of each worker, by its number. The batches before, which a loader skips, are placeholders."""
+        self._num_skipped, self._places = num_skipped, places
 
-    def _batches(self) -> Iterator[list[Pair]]:
-        for number in itertools.count():
-            num_read = 0
-            pairs = iter(self.read(number))
-            while buffer := list(islice(pairs, self.pairs_in_buffer)):
+    def __iter__(self) -> Iterator[tuple[list[Pair], list[int]]]:
+        """Yield the batches of this process, or of a worker of its loader, with places: worker, pass, batches of the buffer."""
+        info = get_worker_info()
+        workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
+        for _ in range(worker, self._num_skipped, workers):
+            yield [{"input_ids": [0], "labels": [0]}], []
+        readers = self.num_processes * workers, self.process_index * workers + worker
+        for pairs, place in self._batches(*readers, self._places.get(str(worker), [0, 0])):
+            yield pairs, [worker, *place]
+
+    def _batches(self, num_readers: int, reader: int, place: list[int]) -> Iterator[tuple[list[Pair], list[int]]]:
+        first, num_done, *start = place
+        for number in itertools.count(first):
+            chunks = self.read.chunks(number, start, reader, num_readers)
+            is_empty = not start
+            while True:
+                buffer: list[Pair] = []
+                begin = start
+                for place, pairs in chunks:
+                    start, buffer = place, buffer + pairs
+                    if len(buffer) >= self.pairs_in_buffer:
+                        break
+                if not buffer:
+                    break
+                is_empty = False
                 lengths = np.array([[len(pair["input_ids"]), len(pair["labels"])] for pair in buffer])
-                lengths = as_padded(lengths, self.max_tokens_per_batch, self.length_multiple, num_read)
-                seed = (self.seed * 1_000_003 + number) * 1_000_003 + num_read
-                num_read += len(buffer)
-                # The filler has the index `len(buffer)`.
-                buffer.append(uncounted(buffer[int(lengths.sum(axis=1).argmin())]))
-                batches = form_round(lengths, self.max_tokens_per_batch, seed, self.num_processes)
-                for batch in batches[self.process_index :: self.num_processes]:
-                    yield [buffer[index] for index in batch]
-            if num_read == 0:
-                raise MetaphraseError(f"A stream must hold at least one pair, got none in pass {number}.")
-            logger.info("Pass %d over the stream: %d pairs.", number + 1, num_read)
+                lengths = as_padded(lengths, self.max_tokens_per_batch, self.length_multiple)
+                seed = np.random.SeedSequence([self.seed, number, reader, *begin[:2]]).generate_state(1).item()
+                batches = form_round(lengths, self.max_tokens_per_batch, seed, 1)
+                for index in range(num_done, len(batches)):
+                    yield [buffer[row] for row in batches[index]], [number, index + 1, *begin]
+                num_done = 0
+            if is_empty:
+                raise MetaphraseError(
+                    f"A stream must hold a pair for each of {num_readers} readers, got none in pass {number}."
+                )
+            start = []

@@ -43,11 +43,9 @@ def warn(alerts: Iterable[str]) -> None:
 
 
 def data_alerts(corpus: Any) -> Iterator[str]:
-    """Yield alerts of the pairs of a corpus that is loaded. Pairs that are streamed are not read."""
+    """Yield alerts of the pairs of a corpus that is loaded; of a stream, those of its sample."""
     parts = corpus.parts.values() if corpus.recipe.tasks else (corpus,)
     for part in parts if corpus.recipe.objective == "pairs" else ():
-        if not hasattr(part.splits["train"], "__len__"):
-            continue
         yield from _pair_alerts(part)
         sources = {
             split: map(str.strip, column_texts(part.splits[split], "source"))

@@ -181,7 +181,7 @@ def read_progress(checkpoint: str | Path, settings: dict[str, Any], layout: dict
                 f"`{name}` must stay as before when a run is resumed, got {present}, before {before}. Restore it, or start a new "
                 "run from the weights by `model_name_or_path`. With `ignore_data_skip: true`, the data may differ."
             )
-    different = [f"{name} {progress[name]}, now {now}" for name, now in layout.items() if progress.get(name) != now]
+    different = [f"{name} {progress.get(name)}, now {now}" for name, now in layout.items() if progress.get(name) != now]
     if different:
         logger.warning("The run resumes at another position in the data: before, it had %s.", "; ".join(different))
     return progress

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
@@ -29,6 +30,10 @@ from metaphrase.training.recipe.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
+# Pairs of a stream from which fields are chosen and a tokenizer is trained.
+SAMPLED_PAIRS = 100_000
+# Of a pair in a file.
+_LEAST_BYTES = 10
 TRAINING_LIMITS = ("max_source_length", "max_target_length")
 
 
@@ -37,7 +42,9 @@ class PairCorpus:
 
     Attributes:
         recipe: The recipe, with length limits that the model can read.
-        splits: Pairs of text by split. A stream of training pairs is a `PairSource`, which is read during training.
+        splits: Pairs of text by split. Of a stream, the training pairs are a sample.
+        stream: The source of training pairs that are read during training, or None.
+        num_pairs: Number of pairs of the stream, estimated from the sample.
         reports: Reports on the pairs by split, once they are read.
         special_tokens: Tokens that a new tokenizer needs beside those of the recipe.
         label: Prefix of split names in log lines.
@@ -47,6 +54,8 @@ class PairCorpus:
 
     special_tokens: tuple[str, ...] = ()
     label = ""
+    stream: PairSource | None = None
+    num_pairs = 0
 
     def __init__(
         self,
@@ -85,23 +94,20 @@ class PairCorpus:
                 "A recipe must name its training pairs: `train_file`, or `train_source_file` and `train_target_file`, "
                 "or `dataset_name`, got none of them."
             )
-        if recipe.streaming and sum(self.limits) > recipe.max_tokens_per_batch:
-            raise MetaphraseError(
-                "`max_tokens_per_batch` must be at least `max_source_length` and `max_target_length` together where pairs are "
-                "streamed, since a pair of these lengths may come at any time, got "
-                f"{recipe.max_tokens_per_batch}, {self.limits[0]} and {self.limits[1]}."
-            )
 
-    def read(self) -> None:
-        """Read all splits that the recipe names."""
+    def read(self, most: float = math.inf) -> None:
+        """Read all splits that the recipe names. More than `most` training pairs in files become a stream."""
         for split in SPLITS:
             if (options := self.recipe.pairs_options(split)) is None:
                 continue
-            if split == "train" and self.recipe.streaming:
-                self.splits[split] = PairSource(**options)
-            else:
-                self.reports[split] = DataReport()
-                self.splits[split] = load_pairs(**options, report=self.reports[split])
+            source = PairSource(**options)
+            if split == "train" and (self.recipe.streaming or source.num_bytes > _LEAST_BYTES * most):
+                self.splits[split], self.num_pairs = source.sample(SAMPLED_PAIRS, self.seed)
+                if self.recipe.streaming or self.num_pairs > most:
+                    self.stream = source
+                    continue
+            self.reports[split] = DataReport()
+            self.splits[split] = load_pairs(**options, report=self.reports[split])
 
     def with_recipe(self, recipe: Recipe) -> "PairCorpus":
         """Return a corpus with the texts that were read and other choices."""
@@ -120,12 +126,12 @@ class PairCorpus:
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return the sources, without prefix, and the targets of training."""
         train, prefix = self.splits["train"], len(self.recipe.source_prefix or "")
-        if isinstance(train, PairSource):
-            return train.side(0), train.side(1)
         return (text[prefix:] for text in column_texts(train, "source")), column_texts(train, "target")
 
     def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         """Return the token ids of all splits. Empty and long pairs are left out in training only, never in scoring.
+
+        The training pairs of a stream are a `TokenBudgetStream`.
 
         Raises:
             MetaphraseError: If a pair is refused, or a scored pair is too long for the model and `too_long` is not truncate.
@@ -154,18 +160,14 @@ class PairCorpus:
     def _encode(self, split: str, tokenizers: TokenizerPair) -> Any:
         recipe, arguments, is_train = self.recipe, self.arguments, split == "train"
         limits = self.limits if is_train else self.longest
+        if is_train and recipe.streaming:
+            return self.stream_batches(tokenizers)
         rules = {
             "max_source_length": limits[0],
             "max_target_length": limits[1],
             "too_long": recipe.too_long if is_train else "truncate",
             "empty": recipe.empty if is_train or recipe.empty == "error" else "keep",
         }
-        if isinstance(self.splits[split], PairSource):
-            # The counts of a stream grow while it is read.
-            pairs = PairStream(self.splits[split], tokenizers, self._augmenter(tokenizers), **rules)
-            self.reports[split] = pairs
-            shares = (arguments.world_size, arguments.process_index)
-            return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
         encoded, report = encode_pairs(
             self.splits[split],
             tokenizers,
@@ -187,10 +189,33 @@ class PairCorpus:
             encoded = encoded.add_column(column, lengths)
         return encoded
 
+    def stream_batches(self, tokenizers: TokenizerPair) -> TokenBudgetStream:
+        """Return batches of the pairs that are read during training, without those that were held out of the sample."""
+        recipe, arguments = self.recipe, self.arguments
+        if sum(self.limits) > (recipe.max_tokens_per_batch or 0) or recipe.max_steps < 1:
+            raise MetaphraseError(
+                "`streaming` must come with `max_steps`, since it has no end, and with a `max_tokens_per_batch` of at least "
+                "`max_source_length` and `max_target_length` together, since pairs of these lengths may come, got "
+                f"{recipe.max_steps}, {recipe.max_tokens_per_batch}, {self.limits[0]} and {self.limits[1]}."
+            )
+        sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
+        held_out = {text.strip() for split in sizes if sizes[split] for text in self.splits[split]["source"][:]}
+        rules = dict(zip(TRAINING_LIMITS, self.limits, strict=True), too_long=recipe.too_long, empty=recipe.empty)
+        # The counts of a stream grow while it is read.
+        pairs = PairStream(self.stream, tokenizers, self._augmenter(tokenizers), held_out, self.seed, **rules)
+        self.reports["train"] = pairs
+        shares = (arguments.world_size, arguments.process_index)
+        return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
+
     @property
     def limits(self) -> tuple[int, int]:
         """Maximum tokens of a training source and of its target."""
         return self.recipe.max_source_length, self.recipe.max_target_length
+
+    def share_counts(self, accelerator: Any) -> None:
+        """Make the report on a stream that of all processes, which must all call this."""
+        if isinstance(report := self.reports.get("train"), PairStream):
+            report.share_counts(accelerator.reduce, accelerator.device)
 
     def data_name(self, split: str) -> str:
         """Return the data set or file that a split comes from, without its folder."""
@@ -208,7 +233,7 @@ class PairCorpus:
     def sizes(self) -> dict[str, int]:
         """Return the number of pairs used in each split. Call it after `encode`; a stream has no size."""
         return {
-            f"num_{name}": self.reports[name].kept for name, split in self.splits.items() if hasattr(split, "__len__")
+            f"num_{name}": self.reports[name].kept for name in self.splits if isinstance(self.reports[name], DataReport)
         }
 
 

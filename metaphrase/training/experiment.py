@@ -185,6 +185,7 @@ class Experiment:
             needed_plugin("average", "average_best")(recipe, trainer, self.folder)
         model = save_final(trainer, data.tokenizers, self.folder)
         trainer.save_state()
+        self.corpus.share_counts(trainer.accelerator)
         result = {}
         if trainer.is_world_process_zero():
             sizes = {"batch_size": arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest[0]}

@@ -145,6 +145,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     # `progress.json` of the checkpoint to resume from, until its epoch begins
     _resumed: dict[str, Any] | None = None
     _checkpoint: str | None = None
+    # Of each worker that reads a stream, where it goes on.
+    _places: dict[str, list[int]]
     _is_epoch_end_due = False
     _steps_per_epoch, _length_multiple = 0, 1
     _is_saving = False
@@ -304,7 +306,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             and not self.accelerator.dispatch_batches
         ):
             epoch_iterator = self._each_pair_once(epoch_iterator)
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        for batch in batches:
+            # Of a stream. A loader reads ahead, so that the stream itself is further.
+            if place := batch.pop("place", None):
+                self._places[str(place[0])] = place[1:]
+        return batches, num_items
 
     @property
     def packs_pairs(self) -> bool:
@@ -352,6 +359,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if self.packs_pairs:
             pad_token_id = self.accelerator.unwrap_model(self.model).config.pad_token_id or 0
             collate = PackedCollator(pad_token_id, TOKENS_MULTIPLE if arguments.bf16 or arguments.fp16 else 1)
+        if isinstance(dataset, TokenBudgetStream):
+            collate = partial(_collate_with_place, collate)
         seed = partial(seed_worker, num_workers=workers, rank=arguments.process_index) if is_training else None
         loader = DataLoader(
             dataset,
@@ -444,7 +453,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         epoch, batches = super()._init_training_state(max_steps, steps_per_epoch, num_epochs, checkpoint, trial)
         seed_process(self.args, self.accelerator)
         # `auto_find_batch_size` may begin several times.
-        self._checkpoint, self._resumed, self._is_epoch_end_due = checkpoint, None, False
+        self._checkpoint, self._resumed, self._is_epoch_end_due, self._places = checkpoint, None, False, {}
         self._start, self._seconds_before, self._reported_step = time.time(), 0.0, self.state.global_step
         self._steps_per_epoch = steps_per_epoch if hasattr(self.train_dataset, "__len__") else 0
         settings, layout = self._description = self._describe_run()
@@ -459,6 +468,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self._resumed = progress = checkpoints.read_progress(checkpoint, settings, layout)
         if progress is None:
             return epoch, batches
+        places = progress.get("places") or []
+        has_same_readers = progress.get("dataloader_num_workers") == layout["dataloader_num_workers"]
+        is_stream = isinstance(self.train_dataset, TokenBudgetStream)
+        if is_stream and has_same_readers and len(places) == self.args.world_size:
+            self._places = places[self.args.process_index]
+            self.train_dataset.resume(batches, self._places)
         is_epoch_end = epoch > 0 and self.state.global_step % steps_per_epoch == 0
         self._is_epoch_end_due = is_epoch_end and not progress["is_epoch_end_reported"]
         return (epoch - 1, 1) if self._is_epoch_end_due else (epoch, batches)
@@ -527,6 +542,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def _describe_run(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a resumed run must have in common with the run before, and what decides which pairs a batch holds."""
         arguments, has_budget = self.args, self.max_tokens_per_batch is not None
+        is_stream = isinstance(self.train_dataset, TokenBudgetStream)
         metric = arguments.metric_for_best_model
         # Values of different metrics do not compare.
         settings = {
@@ -545,6 +561,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             "dataloader_drop_last": None if has_budget else arguments.dataloader_drop_last,
             "max_tokens_per_batch": self.max_tokens_per_batch,
             "pairs_in_buffer": getattr(self.train_dataset, "pairs_in_buffer", None),
+            "dataloader_num_workers": arguments.dataloader_num_workers if is_stream else None,
             "length_multiple": self._length_multiple,
         }
         return settings, layout
@@ -671,6 +688,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         losses = self.accelerator.gather(self._tr_loss.detach().reshape(1)).tolist()
         settings, layout = self._description
         progress = {
+            "places": gather_object([self._places]),
             **layout,
             **settings,
             **self._report,
@@ -728,6 +746,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 self.model.generation_config.save_pretrained(folder)
             if self.tokenizers is not None:
                 self.tokenizers.save_pretrained(folder)
+
+
+def _collate_with_place(collate: Callable, item: tuple[list, list[int]]) -> dict[str, Any]:
+    """Return a batch of a stream with the place behind it."""
+    pairs, place = item
+    return {**collate(pairs), "place": place}
 
 
 def _ignore_tied_weights(model: nn.Module, incompatible_keys: Any) -> None:

@@ -11,8 +11,11 @@ from tiny_generator import save_generator, tiny_generator
 from metaphrase import plugins
 from metaphrase.choices import completion
 from metaphrase.choices.completion import choose_dataset, find_columns
+from metaphrase.data import pairs
+from metaphrase.data.token_budget import TokenBudgetStream
 from metaphrase.inference import Generator
 from metaphrase.scripts import tokenize, train
+from metaphrase.training import corpora
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.model_setup import make_model
 from metaphrase.training.recipe.recipe import Recipe, learning_rate, load_recipe
@@ -152,18 +155,34 @@ def test_a_tokenizer_that_exists_leaves_the_rest_to_be_chosen(folder):
 
 
 def test_the_network_decides_when_pairs_are_not_read_beforehand(folder, tmp_path):
-    words = [*SMALL, "--streaming", "--max_source_length", "60", "--max_target_length", "60"]
-    experiment, choices = completed(*words, "--max_tokens_per_batch", "256")
-    recipe = experiment.recipe
-    assert recipe.learning_rate == learning_rate(16) and recipe.max_tokens_per_batch == 256
-    assert (recipe.lr_scheduler_type, recipe.warmup_steps) == ("cosine", 0.1)
-    assert "(0.002 was the best of three rates" in choices[0] and not experiment.corpus.splits
-    # Values that were given stay, and a model that learned before keeps its own.
     tasks = ["--tasks.only", "{train_file: pairs.tsv}", "--train_file", "null"]
+    experiment, choices = completed(*SMALL, *tasks)
+    recipe = experiment.recipe
+    assert recipe.learning_rate == learning_rate(16)
+    assert (recipe.lr_scheduler_type, recipe.warmup_steps) == ("cosine", 0.1)
+    assert "(0.002 was the best of three rates" in choices[1] and not experiment.corpus.splits
+    # Values that were given stay, and a model that learned before keeps its own.
     given = completed(*tasks, "--learning_rate", "0.5")[0].recipe
     assert (given.learning_rate, given.max_tokens_per_batch) == (0.5, 4096)
     base = str(save_generator(tiny_generator(), tmp_path / "base"))
     assert completed(*tasks, "--model_name_or_path", base)[1] == []
+
+
+def test_many_pairs_become_a_stream_with_the_choices_of_a_sample(folder, monkeypatch, capsys):
+    whole = completed(*SMALL)[0].recipe
+    monkeypatch.setattr(completion, "_MOST_READ", 200)
+    monkeypatch.setattr(corpora, "SAMPLED_PAIRS", 250)
+    monkeypatch.setattr(pairs, "BLOCK_BYTES", 512)
+    experiment, choices = completed(*SMALL, "--max_steps", "20")
+    recipe, encoded = experiment.recipe, experiment.prepare().encoded
+    assert choices[0].startswith("streaming true (the files hold about ") and recipe.num_validation > 0
+    assert isinstance(encoded["train"], TokenBudgetStream) and len(encoded["validation"]) == recipe.num_validation
+    names = ("preset", "tokenizer_kind", "target_tokenizer_kind", "metrics", "learning_rate", "lr_scheduler_type")
+    assert [getattr(recipe, name) for name in names] == [getattr(whole, name) for name in names]
+    assert experiment.train()["data"]["num_validation"] == recipe.num_validation
+    # Epochs, which a stream lacks, and batches of pairs want all pairs to be read.
+    for words in (["--num_train_epochs", "1"], ["--per_device_train_batch_size", "8"], ["--streaming", "false"]):
+        assert not completed(*SMALL, *words)[0].recipe.streaming
 
 
 def test_two_parallel_files_are_pairs_too(folder, capsys):

@@ -1,4 +1,5 @@
 import itertools
+import json
 from itertools import islice
 
 import datasets
@@ -11,6 +12,8 @@ from letter_pair import LetterPair
 from random_lengths import random_lengths
 from torch.utils.data import DataLoader
 
+from metaphrase.data import pairs as data_pairs
+from metaphrase.data import token_budget
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import DataReport, PairSource, load_pairs
 from metaphrase.data.token_budget import (
@@ -133,57 +136,74 @@ def test_no_pair_of_any_corpus_is_lost(lengths, processes, more, seed):
         assert all(padded_cost(lengths[batch]) <= budget for batch in pairs if batch)
 
 
-PAIRS = 700
+PAIRS, FIRST = 700, 0x4E00
 
 
 @pytest.fixture
-def pairs():
-    lengths = random_lengths(PAIRS)
-    return [
-        {"input_ids": [number] * source, "labels": [number] * target} for number, (source, target) in enumerate(lengths)
+def stream_of(tmp_path, monkeypatch):
+    """Make streams of pairs whose source is a letter of its own, repeated, in blocks of a few lines."""
+    monkeypatch.setattr(token_budget, "_PAIRS_PER_CHUNK", 3)
+    monkeypatch.setattr(data_pairs, "BLOCK_BYTES", 300)
+    lines = [
+        chr(FIRST + number) * max(1, source - 1) + "\t" + "t" * max(1, target - 1) + "\n"
+        for number, (source, target) in enumerate(random_lengths(PAIRS).tolist())
     ]
+    (tmp_path / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
+
+    def make(seed=3, file="pairs.tsv", **options):
+        limits = {"max_source_length": None, "max_target_length": None}
+        pairs = PairStream(PairSource(file=str(tmp_path / file), malformed="skip"), LetterPair(), seed=seed, **limits)
+        return TokenBudgetStream(pairs, 300, seed, **{"pairs_in_buffer": 200, **options})
+
+    return make
 
 
-def stream_of(pairs, **options):
-    return TokenBudgetStream(lambda number: pairs, 300, seed=3, **{"pairs_in_buffer": 200, **options})
-
-
-def numbers(batch):
-    return [pair["input_ids"][0] for pair in batch]
+def numbers(item):
+    return [pair["input_ids"][0] - FIRST for pair in item[0]]
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_every_pair_occurs_once_in_a_pass(pairs, processes):
-    streams = [iter(stream_of(pairs, num_processes=processes, process_index=rank)) for rank in range(processes)]
-    seen = []
-    while len(seen) < 2 * PAIRS:
-        for stream in streams:
-            batch = next(stream)
-            assert padded_cost(np.array([[len(pair["input_ids"]), len(pair["labels"])] for pair in batch])) <= 300
-            seen += numbers(batch)
-    assert sorted(seen[:PAIRS]) == sorted(seen[PAIRS:]) == list(range(PAIRS))
+@pytest.mark.parametrize("block_bytes", [300, 4000])
+def test_every_pair_occurs_once_in_a_pass(stream_of, processes, block_bytes, monkeypatch):
+    monkeypatch.setattr(data_pairs, "BLOCK_BYTES", block_bytes)
+    passes = [[], []]
+    for rank in range(processes):
+        for pairs, place in stream_of(num_processes=processes, process_index=rank):
+            if place[1] == 2:
+                break
+            assert padded_cost(np.array([[len(pair["input_ids"]), len(pair["labels"])] for pair in pairs])) <= 300
+            passes[place[1]] += numbers((pairs,))
+    assert sorted(passes[0]) == sorted(passes[1]) == list(range(PAIRS))
+    assert passes[0] != passes[1]
 
 
-def test_passes_differ_and_the_seed_decides(pairs):
-    first = [numbers(batch) for batch in islice(stream_of(pairs), 200)]
-    other = TokenBudgetStream(lambda number: pairs, 300, seed=20240602, pairs_in_buffer=200)
-    assert first[:9] != [numbers(batch) for batch in islice(other, 9)]
-    length, count = 0, 0
-    while count < PAIRS:
-        count += len(first[length])
-        length += 1
-    assert first[:10] != first[length : length + 10]
-    # Workers of a loader give the order of one process.
-    loader = DataLoader(stream_of(pairs), batch_size=None, num_workers=2, collate_fn=numbers)
-    assert list(islice(loader, 30)) == first[:30]
+def test_the_seed_decides_and_blocks_are_mixed(stream_of):
+    first = [numbers(item) for item in islice(stream_of(), 30)]
+    assert first == [numbers(item) for item in islice(stream_of(), 30)]
+    assert first != [numbers(item) for item in islice(stream_of(seed=20240602), 30)]
+    # The first buffer holds pairs of the whole file.
+    assert np.std(first[0] + first[1] + first[2]) > PAIRS / 5
 
 
-def test_an_empty_stream_and_a_pair_that_no_batch_can_hold_are_refused(pairs):
-    with pytest.raises(ValueError, match="at least one pair"):
-        next(iter(stream_of([])))
-    pairs[500] = {"input_ids": [1] * 200, "labels": [1] * 101}
-    with pytest.raises(ValueError, match="number 501 of those to train on, with 200 source and 101 target"):
-        list(islice(stream_of(pairs), PAIRS))
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("num_done", [1, 60, 150])
+def test_a_stream_resumes_where_it_was(stream_of, workers, num_done):
+    options = {"batch_size": None, "num_workers": workers, "collate_fn": list}
+    whole, places = list(islice(DataLoader(stream_of(), **options), num_done + 100)), {}
+    for _, (worker, *place) in whole[:num_done]:
+        places[str(worker)] = place
+    resumed = stream_of()
+    resumed.resume(num_done, json.loads(json.dumps(places)))
+    assert list(islice(DataLoader(resumed, **options), num_done, num_done + 100)) == whole[num_done:]
+
+
+def test_an_empty_stream_and_a_pair_that_no_batch_can_hold_are_refused(stream_of, tmp_path):
+    (tmp_path / "empty.tsv").write_text("a\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="hold a pair for each of 1 readers"):
+        next(iter(stream_of(file="empty.tsv")))
+    (tmp_path / "long.tsv").write_text("a\ta\n" + 199 * "a" + "\t" + 100 * "a" + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="number 2 of those to train on, with 200 source and 101 target"):
+        list(islice(stream_of(file="long.tsv"), PAIRS))
 
 
 LINES = ["ab\tc", "abcd\tbcde", "", "a\tabc", "x\ty\tz", " \tb", "abcd\tbcd", "c\tcc", "d\td"]
@@ -208,7 +228,7 @@ def test_a_stream_equals_reading_a_whole_file(file, too_long, prefix, tmp_path):
     expected, report = encode_pairs(pairs, LetterPair(), **LIMITS, too_long=too_long, report=report)
     stream = PairStream(PairSource(**place), LetterPair(), **LIMITS, too_long=too_long)
     for number in (0, 1):
-        streamed = list(stream(number))
+        streamed = [pair for _, chunk in stream.chunks(number) for pair in chunk]
         assert [pair["input_ids"] for pair in streamed] == expected["input_ids"][:]
         assert [pair["labels"] for pair in streamed] == expected["labels"][:]
         assert [getattr(stream.report, name) for name in COUNTS] == [getattr(report, name) for name in COUNTS]
@@ -225,16 +245,14 @@ def test_pairs_read_by_workers_are_counted(file, workers, start):
     assert counts[1] == counts[0] and (counts[0]["read"], counts[0]["kept"], counts[0]["malformed"]) == (9, 4, 2)
 
 
-def test_a_stream_refuses_pairs_takes_samples_and_has_sides(file):
+def test_a_stream_refuses_pairs_and_takes_samples(file):
     with pytest.raises(ValueError, match="`malformed: skip`"):
         list(PairSource(file=file).pairs())
     stream = PairStream(PairSource(file=file, malformed="skip"), LetterPair(), **LIMITS, too_long="error")
     with pytest.raises(ValueError, match=r"got in row 1 5 and 5 tokens"):
-        list(stream(0))
+        list(stream.chunks(0))
     texts = PairSource(file=file, malformed="skip", max_samples=2, source_prefix="t: ")
     assert list(texts.pairs()) == [("t: ab", "c"), ("t: abcd", "bcde")]
-    assert list(texts.side(0)) == ["ab", "abcd"]
-    assert list(texts.side(1)) == ["c", "bcde"]
 
 
 def test_a_data_set_is_streamed(tmp_path):

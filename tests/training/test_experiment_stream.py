@@ -1,6 +1,5 @@
 import json
 import shutil
-from itertools import islice
 
 import pytest
 import torch
@@ -31,6 +30,24 @@ def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data,
     Experiment(make_recipe(data, cut, **fields, resume_from_checkpoint="true")).train()
     expected, actual = weights(tmp_path / "whole"), weights(cut)
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens_per_batch": 179}, {"max_tokens_per_batch": None}, {"max_steps": -1}])
+def test_a_batch_of_a_stream_can_hold_whatever_pair_comes(data, tmp_path, fields):
+    recipe = make_recipe(data, tmp_path / "run", **STREAM | {"max_steps": 1, "eval_strategy": "no"} | fields)
+    with pytest.raises(ValueError, match=r"`streaming` must come with `max_steps`.* at least .*, got .*, 90 and 90"):
+        Experiment(recipe).prepare()
+
+
+def test_validation_pairs_are_taken_out_of_a_stream(data, tmp_path):
+    fields = STREAM | {"validation_file": None, "num_validation": 7, "max_steps": 4, "save_strategy": "no"}
+    lines = (data / "train.tsv").read_text(encoding="utf-8").splitlines()
+    experiment = Experiment(make_recipe(data, tmp_path / "run", **fields))
+    corpus, tokenizers, encoded = experiment.prepare()
+    held_out = set(corpus.splits["validation"]["source"][:])
+    sources = tokenizers.decode_targets([pair["input_ids"] for pair in streamed(encoded["train"])])
+    assert len(corpus.splits["validation"]) == 7 and not held_out.intersection(sources)
+    assert corpus.reports["train"].report.other_splits == 7 and len(sources) + 7 == len(lines)
 
 
 def test_a_changed_file_under_a_stream_is_refused_when_a_run_goes_on(data, tmp_path):
@@ -116,11 +133,15 @@ def test_each_data_set_has_fields_of_its_own(data, tmp_path):
         prepared(data, tmp_path / "run", **STAGES)
 
 
+def streamed(train):
+    return [pair for _, chunk in train.read.chunks(0) for pair in chunk]
+
+
 KINDS = pytest.mark.parametrize(
     "kind",
     [
         {},
-        {"streaming": "true", "max_tokens_per_batch": 600},
+        {"streaming": "true", "max_tokens_per_batch": 600, "max_steps": 1},
         {"tasks": "{a: {train_file: train.tsv, source_prefix: 'a: '}}", "train_file": None, "validation_file": None},
     ],
 )
@@ -132,7 +153,7 @@ def test_only_training_pairs_change(data, tmp_path, kind):
     fields |= kind
     corpus, encoded, tokenizers = prepared(data, tmp_path / "run", **fields)
     train = encoded["train"]
-    pairs = list(islice(train.read(0), 20)) if "streaming" in kind else [train[row] for row in range(20)]
+    pairs = streamed(train)[:20] if "streaming" in kind else [train[row] for row in range(20)]
     prefix = "a: " if "tasks" in kind else ""
     for side, ids in (("source", "input_ids"), ("target", "labels")):
         texts = tokenizers.decode_targets([pair[ids] for pair in pairs])
@@ -150,7 +171,7 @@ def test_sources_have_terms_of_their_targets(data, tmp_path, kind):
     fields = ONE_STEP | {"augmentation.terms": 1.0} | kind
     _, encoded, tokenizers = prepared(data, tmp_path / "run", **fields)
     train = encoded["train"]
-    pairs = list(islice(train.read(0), 40)) if "streaming" in kind else [train[row] for row in range(40)]
+    pairs = streamed(train)[:40] if "streaming" in kind else [train[row] for row in range(40)]
     marks = tokenizers.source.convert_tokens_to_ids(list(TERM_TOKENS))
     assert tokenizers.source.unk_token_id not in marks
     num_terms = 0

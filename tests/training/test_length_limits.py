@@ -103,10 +103,3 @@ def test_limits_that_were_not_given_are_what_the_model_can_read(make):
 def test_the_model_to_fine_tune_says_what_it_can_read(config, expected, tmp_path):
     config.save_pretrained(tmp_path)
     assert longest_sequences(Recipe(model_name_or_path=str(tmp_path))) == expected
-
-
-def test_a_batch_of_a_stream_can_hold_whatever_pair_comes(make):
-    fields = {"streaming": True, "eval_strategy": "no", "per_device_train_batch_size": None}
-    make(**fields, max_tokens_per_batch=40)
-    with pytest.raises(ValueError, match=r"`max_tokens_per_batch` must be at least .* streamed, .*, got 39, 20 and 20"):
-        make(**fields, max_tokens_per_batch=39)

@@ -308,7 +308,6 @@ _CONFLICTS = (
         )
         for split in ("validation", "test")
     ),
-    ("streaming", ("num_validation", "num_test"), "pairs cannot be taken out of a stream"),
     ("objective", (*_PAIR_SOURCES, "target_tokenizer_kind", "target_vocab_size"), "it is learned from plain text"),
     ("objective", ("subword_sampling", "augmentation"), "it draws the noise of its pairs"),
     ("tasks", _OF_EACH_TASK, "each task has its own pairs, read as a whole"),
@@ -342,11 +341,11 @@ def check_recipe(recipe: Any) -> None:
     can_join = recipe.objective == "pairs" or recipe.joint_vocabulary is not False
     require(can_join, "joint_vocabulary", "be true with `objective`: both sides are one text")
     for name in (name for name in ("streaming", "stages") if getattr(recipe, name)):
-        require(recipe.max_tokens_per_batch, name, "come with `max_tokens_per_batch`, such as 4000")
+        if name == "stages":
+            require(recipe.max_tokens_per_batch, name, "come with `max_tokens_per_batch`, such as 4000")
         for strategy in ("save_strategy", "eval_strategy", "logging_strategy"):
             rule = f"be steps or no with `{name}`, which has no epochs"
             require(getattr(recipe, strategy) != "epoch", strategy, rule)
-    require(not recipe.streaming or recipe.max_steps > 0, "streaming", "come with `max_steps`: it has no length")
     for name in recipe.augmentation:
         require(name in AUGMENTATIONS, f"augmentation.{name}", f"be one of {', '.join(AUGMENTATIONS)}")
     has_two = recipe.joint_vocabulary is False or recipe.target_tokenizer_kind or recipe.target_vocab_size

@@ -234,8 +234,6 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({**STREAM, "max_steps": 5, "logging_strategy": "epoch"}, ("logging_strategy", "streaming")),
         ({"max_tokens_per_batch": 9, "dataloader_drop_last": True}, ("dataloader_drop_last", "max_tokens_per_batch")),
         (BEST | {"average_last": 2, "save_strategy": "steps"}, ("average_last", "load_best_model_at_end")),
-        ({**STREAM, "max_steps": 5, "max_tokens_per_batch": None}, ("streaming", "max_tokens_per_batch")),
-        (STREAM, ("streaming", "max_steps")),
         (SAVED | {"average_last": 4, "save_total_limit": 2}, ("save_total_limit",)),
         (SAVED | {"average_last": 2, "save_strategy": "no"}, ("save_strategy",)),
         (SAVED | {"average_best": 2, "eval_strategy": "no"}, ("eval_strategy",)),
