@@ -12,6 +12,8 @@ from metaphrase.errors import is_mistake
 from metaphrase.scripts.parsers import FILES, SUBCOMMANDS, parse
 from metaphrase.storage.hints import did_you_mean
 
+logger = logging.getLogger(__name__)
+
 # Their messages tell users of the command nothing.
 _CHATTY = ("httpx", "huggingface_hub", "datasets", "matplotlib", "sacrebleu", "fsspec", "absl", "onnx_ir", "onnxscript")
 
@@ -64,6 +66,8 @@ def run(subcommand: str, words: Sequence[str]) -> int:
         arguments = parse(subcommand, words)
         from tqdm.contrib.logging import logging_redirect_tqdm
 
+        # It takes seconds.
+        logger.info("metaphrase %s: loading torch and transformers", subcommand)
         # A line of the log does not end up behind a progress bar.
         with logging_redirect_tqdm():
             find_main(subcommand)(arguments)

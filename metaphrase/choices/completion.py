@@ -88,12 +88,11 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
         opened = Experiment(_before_evaluation(recipe), is_dry_run, started)
         with opened.arguments.main_process_first(desc="reading the corpus"):
             opened.corpus.read(_MOST_READ if _may_stream(recipe) else math.inf)
-            train, scale = opened.corpus.splits["train"], 1.0
             if opened.corpus.stream is not None:
-                scale = opened.corpus.num_pairs / len(train)
-                shown = f"{opened.corpus.num_pairs:,} pairs, of which a sample of {len(train):,} decides"
-                recipe = recipe.choose(f"the files hold about {shown}", streaming=True)
-            recipe = _choose_from_files(recipe, train, scale)
+                sizes = opened.corpus.num_pairs, len(opened.corpus.splits["train"])
+                reason = "the files hold about {:,} pairs, of which a sample of {:,} decides".format(*sizes)
+                recipe = recipe.choose(reason, streaming=True)
+            recipe = _choose_from_files(recipe, opened.corpus)
             corpus = opened.corpus.with_recipe(recipe)
             load(corpus)
             if (learn_rare_words := plugin("rare_words")) is not None:
@@ -101,9 +100,10 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
             tokenizers = make_tokenizers(recipe, corpus)
             recipe = choose_limits(recipe, _sample_lengths(corpus, tokenizers), corpus.longest)
             data = sampled_data(Data(corpus.with_recipe(recipe), tokenizers, {}))
-        recipe = _choose_training(recipe, data, opened.deadline, scale).checked()
+        recipe = _choose_training(recipe, data, opened.deadline).checked()
         if recipe.streaming:
-            corpus = data.corpus.with_recipe(recipe)
+            corpus = corpus.with_recipe(recipe)
+            corpus.reports = dict(data.corpus.reports)
             data = Data(corpus, tokenizers, data.encoded | {"train": corpus.stream_batches(tokenizers)})
     return Experiment(recipe, is_dry_run, started, data), describe_choices(before, recipe)
 
@@ -114,15 +114,13 @@ def _may_stream(recipe: Recipe) -> bool:
     return is_open and "epoch" not in (recipe.eval_strategy, recipe.save_strategy, recipe.logging_strategy)
 
 
-def _choose_from_files(recipe: Recipe, train: datasets.Dataset, scale: float) -> Recipe:
-    """Choose validation pairs, tokenizers and scores from training pairs as they stand in the files, and the precision.
-
-    There are `scale` times as many pairs.
-    """
+def _choose_from_files(recipe: Recipe, corpus: PairCorpus) -> Recipe:
+    """Choose validation pairs, tokenizers and scores from training pairs as they stand in the files, and the precision."""
+    train = corpus.splits["train"]
     has_open_size = recipe.is_open("num_validation")
     if recipe.num_test:
         train = split_pairs(train, 0, recipe.num_test, data_seed(recipe))["train"]
-    recipe = choose_from_text(recipe, CorpusProfile.of(train, scale))
+    recipe = choose_from_text(recipe, CorpusProfile.of(train, corpus.scale))
     if has_open_size and recipe.num_validation:
         # Pairs with the same source stay together.
         sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
@@ -141,9 +139,9 @@ def _sample_lengths(corpus: PairCorpus, tokenizers: TokenizerPair) -> dict[str, 
     return {side: [len(ids) for ids in encode(sample[side][:])] for side, encode in encoders}
 
 
-def _choose_training(recipe: Recipe, data: Data, deadline: float, scale: float) -> Recipe:
+def _choose_training(recipe: Recipe, data: Data, deadline: float) -> Recipe:
     """Choose network, batches, optimizer, length of the run, and evaluation, from the tokens and the speed of this machine."""
-    tokens = TokenProfile.of(data.encoded["train"], scale)
+    tokens = TokenProfile.of(data.encoded["train"], data.corpus.scale)
     if recipe.streaming:
         # A longer pair than those of the sample may come.
         tokens = dataclasses.replace(tokens, longest=sum(data.corpus.limits))

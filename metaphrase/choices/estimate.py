@@ -34,6 +34,8 @@ from metaphrase.training.training_loss import TrainingLoss, smooths_labels
 
 # Steps to time, fewer if they take longer than four seconds.
 TIMED_STEPS = 12
+# Pairs of a stream that are encoded to count their tokens.
+_ENCODED_PAIRS = 20_000
 _NOTE_ON_PROCESS = (
     "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
 )
@@ -263,10 +265,12 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
 
 
 def sampled_data(data: Data) -> Data:
-    """Return the data with the encoded sample of a stream in place of its batches."""
-    if not data.corpus.recipe.streaming and data.encoded:
-        return data
+    """Return the data with encoded pairs of a sample in place of a stream."""
+    if data.corpus.stream is None:
+        return data._replace(encoded=data.encoded or data.corpus.encode(data.tokenizers))
     corpus = data.corpus.with_recipe(data.corpus.recipe.replace(streaming=False))
+    # The blocks of the sample have random places.
+    corpus.splits["train"] = corpus.splits["train"].select(range(min(len(corpus.splits["train"]), _ENCODED_PAIRS)))
     return data._replace(corpus=corpus, encoded=corpus.encode(data.tokenizers))
 
 

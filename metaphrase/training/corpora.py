@@ -102,6 +102,7 @@ class PairCorpus:
                 continue
             source = PairSource(**options)
             if split == "train" and (self.recipe.streaming or source.num_bytes > _LEAST_BYTES * most):
+                logger.info("Reading a sample of %s.", source.name)
                 self.splits[split], self.num_pairs = source.sample(SAMPLED_PAIRS, self.seed)
                 if self.recipe.streaming or self.num_pairs > most:
                     self.stream = source
@@ -206,6 +207,11 @@ class PairCorpus:
         self.reports["train"] = pairs
         shares = (arguments.world_size, arguments.process_index)
         return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
+
+    @property
+    def scale(self) -> float:
+        """Number of training pairs for each of `splits`, which of a stream holds a sample."""
+        return self.num_pairs / len(self.splits["train"]) if self.stream is not None else 1.0
 
     @property
     def limits(self) -> tuple[int, int]:
