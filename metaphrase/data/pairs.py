@@ -51,19 +51,20 @@ def read_parallel(
 ) -> Iterator[Record]:
     """Yield the pairs of two text files with one sentence per line and equally many lines, or of a span of each."""
     if spans[0] == WHOLE:
-        check_parallel(source_file, target_file, count_lines(source_file), count_lines(target_file))
+        paths = source_file, target_file
+        check_parallel(paths, [count_lines(path) for path in paths])
     sides = (read_lines(path, limit, span=span) for path, span in zip((source_file, target_file), spans, strict=True))
     for source, target in zip(*sides, strict=True):
         line = source if source.problem else target
         yield PairProblem(line.kind, line.problem) if line.problem else (source.text, target.text)
 
 
-def check_parallel(source_file: str, target_file: str, source_lines: int | None, target_lines: int | None) -> None:
-    """Raise a `MetaphraseError` if parallel files do not have the same number of lines."""
-    if source_lines != target_lines:
+def check_parallel(paths: Sequence[str], counts: Sequence[int | None]) -> None:
+    """Raise a `MetaphraseError` if two parallel files do not have the same number of lines."""
+    if counts[0] != counts[1]:
         raise MetaphraseError(
             "Parallel files must have the same number of lines, "
-            f"got {source_lines} in {source_file} and {target_lines} in {target_file}."
+            f"got {counts[0]} in {paths[0]} and {counts[1]} in {paths[1]}."
         )
 
 
@@ -396,7 +397,7 @@ class PairSource:
         if self.file is not None:
             return np.append(np.arange(0, max(1, sizes[0]), BLOCK_BYTES), sizes[0])[:, None]
         offsets, counts = zip(*(line_offsets(path, _BLOCK_LINES) for path in self.paths), strict=True)
-        check_parallel(*self.paths, *counts)
+        check_parallel(self.paths, counts)
         starts = [[*offset[: -(-counts[0] // _BLOCK_LINES)], size] for offset, size in zip(offsets, sizes, strict=True)]
         return np.array(starts).T
 
@@ -412,7 +413,7 @@ class PairSource:
             tables = self.load_dataset(**options).with_format("arrow").iter(_ROWS_PER_READ)
             return read_arrow(tables, self.columns, self.name, limit)
         if self.file is None:
-            return read_parallel(*self.paths, limit, spans)
+            return read_parallel(self.paths[0], self.paths[1], limit, spans)
         [path] = self.paths
         reader = READERS[Path(path.removesuffix(".gz")).suffix]
         return reader(path, self.columns, limit, *(() if block is None else spans))
@@ -428,7 +429,8 @@ class PairSource:
                     is_long = record.kind == "line_too_long"
                     hint = "" if is_long else f" `{record.kind}: skip` drops and counts such pairs."
                     # A block knows no lines before it.
-                    where = f" Lines are counted from byte {self.offsets[block].tolist()}." if block else ""
+                    start = " and ".join(map(str, self.offsets[block])) if block else ""
+                    where = f" Lines are counted from byte {start}." if start else ""
                     raise MetaphraseError(record.message + where + hint)
                 yield "", "", record.kind
             else:

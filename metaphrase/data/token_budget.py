@@ -321,9 +321,9 @@ class PairStream:
         for number in range(first, len(blocks)):
             # Of those that read the same blocks, the first counts what is read.
             reading = DataReport() if takes_turns and reader else report
-            pairs = enumerate(self.texts.pairs(reading, blocks[number]), (blocks[number] or 0) * _MOST_PAIRS_OF_BLOCK)
-            if takes_turns:
-                pairs = islice(pairs, reader, None, num_readers)
+            first_row = (blocks[number] or 0) * _MOST_PAIRS_OF_BLOCK
+            turns = (reader, None, num_readers) if takes_turns else (None,)
+            pairs = islice(enumerate(self.texts.pairs(reading, blocks[number]), first_row), *turns)
             for chunk in itertools.count():
                 if not (rows := list(islice(pairs, _PAIRS_PER_CHUNK))):
                     break
@@ -336,12 +336,11 @@ class PairStream:
         logger.info("Pass %d: %s", pass_number + 1, report)
 
     def _encode(self, rows: list[tuple[int, tuple[str, str]]], pass_number: int, report: DataReport) -> list[Pair]:
-        kept = [row for row in rows if row[1][0].strip() not in self.held_out]
-        report.add(other_splits=len(rows) - len(kept))
-        numbers, sources = [row for row, _ in kept], [pair[0] for _, pair in kept]
-        targets = [pair[1] for _, pair in kept]
-        if not kept:
+        training = [(row, *pair) for row, pair in rows if pair[0].strip() not in self.held_out]
+        report.add(other_splits=len(rows) - len(training))
+        if not training:
             return []
+        numbers, sources, targets = map(list, zip(*training, strict=True))
         columns = self.encode(sources, targets, numbers)
         outcomes = Counter(columns["outcome"])
         report.add(**{reason: outcomes[number] for number, reason in enumerate(OUTCOMES) if number})
@@ -402,7 +401,7 @@ class TokenBudgetStream(IterableDataset):
         self.read, self.max_tokens_per_batch, self.seed = read, max_tokens_per_batch, seed
         self.num_processes, self.process_index = num_processes, process_index
         self.pairs_in_buffer = pairs_in_buffer
-        self._num_skipped, self._places = 0, {}
+        self.resume(0, {})
 
     def resume(self, num_skipped: int, places: Mapping[str, list[int]]) -> None:
         """Begin at the place of each worker, by its number. The batches before, which a loader skips, are placeholders."""

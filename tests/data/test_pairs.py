@@ -5,12 +5,14 @@ import os
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from metaphrase.data import pairs as pairs_of_files
 from metaphrase.data.pairs import READERS, DataReport, PairSource, load_pairs, read_parallel, split_pairs
 
 JSON_ROWS = b'{"source": "a", "target": "b"},{"source": %s, "target": "d"},{"source": "e", "target": "f"}'
@@ -301,3 +303,44 @@ def test_any_line_that_is_written_is_read(pairs, end, tmp_path_factory):
         write(folder, name, "".join(pair[side] + end for pair in pairs))
     assert list(READERS[".tsv"](str(folder / "a.tsv"), (None, None))) == pairs
     assert list(read_parallel(str(folder / "s.txt.gz"), str(folder / "t.txt"))) == pairs
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+def test_blocks_of_a_file_hold_each_pair_once(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(pairs_of_files, "BLOCK_BYTES", size)
+    monkeypatch.setattr(pairs_of_files, "_BLOCK_LINES", size)
+    texts = [("a", "b"), ("ä" * 40, ""), ("", "x"), *((f"s{number}", "t" * number) for number in range(30))]
+    lines = ["\ufeffsource\tnote\ttarget\r\n", *(f"{a}\t-\t{b}\r\n" for a, b in texts), "one column\n"]
+    (tmp_path / "a.tsv").write_bytes("".join(lines).encode())
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"source": a, "target": b}) + "\n" for a, b in texts))
+    for index, side in enumerate(("s", "t")):
+        (tmp_path / side).write_text("\n".join(pair[index] for pair in texts), encoding="utf-8")
+    for files in ({"file": "a.tsv"}, {"file": "a.jsonl"}, {"source_file": "s", "target_file": "t"}):
+        source = PairSource(**{name: str(tmp_path / path) for name, path in files.items()}, malformed="skip")
+        blocks = [list(source.pairs(block=block)) for block in range(len(source.offsets) - 1)]
+        assert [pair for block in blocks for pair in block] == list(source.pairs()) == texts
+
+
+def test_an_error_in_a_block_says_where_its_lines_are_counted_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(pairs_of_files, "BLOCK_BYTES", 8)
+    (tmp_path / "a.tsv").write_text("a\tb\n" * 5 + "broken\n", encoding="utf-8")
+    source = PairSource(file=str(tmp_path / "a.tsv"))
+    with pytest.raises(ValueError, match=r"got 1 in line 2\. Lines are counted from byte 16\. `malformed: skip`"):
+        list(source.pairs(block=2))
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.jsonl", "a.tsv.gz", "a.csv"])
+def test_a_sample_tells_the_number_of_pairs(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(pairs_of_files, "BLOCK_BYTES", 500)
+    write = {"a.jsonl": '{{"source": "{0}", "target": "{1}"}}\n'.format, "a.csv": '"{0}","{1}"\n'.format}
+    rng = np.random.default_rng(0)
+    rows = [write.get(name, "{0}\t{1}\n".format)(*rng.integers(0, 2**40, 2)) for _ in range(4000)]
+    text = "".join([*(["source,target\n"] if name == "a.csv" else []), *rows]).encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    source = PairSource(file=str(tmp_path / name))
+    sample, number = source.sample(500)
+    assert 500 <= len(sample) < 600 and abs(number - 4000) < 800
+    # Of a file that is read in blocks, the pairs come from all of it.
+    assert (sample["source"][:500] == [pair[0] for pair in list(source.pairs())[:500]]) == (source.offsets is None)
+    whole, number = source.sample(5000)
+    assert sorted(whole["source"][:]) == sorted(pair[0] for pair in source.pairs()) and number == 4000

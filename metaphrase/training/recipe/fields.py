@@ -100,7 +100,7 @@ class OwnFields(BaseModel):
     invalid_utf8: Literal["error", "skip"] = _data("What to do with text that is not UTF-8.", "error")
     # Longer training pairs are skipped and counted, unless `too_long` is error. Other longer lines are an error.
     max_line_characters: int = _data("Maximum characters of a line.", MAX_LINE_CHARACTERS, ge=1)
-    streaming: bool = _data("Read training pairs during training. Needs `max_steps`.", False)
+    streaming: bool = _data("Read training pairs during training [true for many]. Needs `max_steps`.", False)
     pairs_in_buffer: int = _data("Pairs that a stream shuffles and sorts together.", 20000, "streaming", ge=1)
     objective: Literal["pairs", "span_corruption", "ul2", "text_infilling", "prefix_lm"] = _data(
         "Train on pairs, denoise plain text as T5, UL2 or BART, or continue it.", "pairs"
