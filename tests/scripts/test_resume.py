@@ -148,6 +148,33 @@ def test_an_experiment_on_changing_pairs_killed_while_it_saves(server, tmp_path)
     assert_same_run(whole, run)
 
 
+@pytest.mark.parametrize(
+    ("processes", "workers"), [(1, 0), (2, 0), pytest.param(2, 2, marks=pytest.mark.slow)], ids=str
+)
+def test_a_stream_goes_on_at_its_place(server, tmp_path, processes, workers):
+    # So many blocks that each reader has its own.
+    lines = "".join(f"dog {number:05}\t{number:05} god {'of many ' * 4}\n" for number in range(40_000))
+    (tmp_path / "many.tsv").write_text(lines, encoding="utf-8")
+    fields = {"datasets": "{}", "stages": "{}", "validation_file": "null", "test_file": "null", "num_validation": 9}
+    fields |= {
+        "train_file": "many.tsv",
+        "streaming": "true",
+        "pairs_in_buffer": 300,
+        "max_steps": 10,
+        "logging_steps": 2,
+    }
+    fields |= {"max_source_length": 60, "max_target_length": 60, "dataloader_num_workers": workers, "vocab_size": 300}
+    fields |= {"augmentation": "{typos: 0.3}", "tokenizer_kind": "byte_bpe", "max_tokens_per_batch": 4000}
+    recipe = [*write_recipe(tmp_path), *(word for name, value in fields.items() for word in (f"--{name}", str(value)))]
+    whole, run = tmp_path / "whole" / "run", tmp_path / "run"
+    whole.parent.mkdir()
+    assert not server.run(whole, recipe=recipe, processes=processes)[0]
+    assert server.run(run, recipe=recipe, processes=processes, write=("model.safetensors", 3))[0]
+    log = server.run(run, recipe=recipe, processes=processes, resume=True)[1]
+    assert "another position" not in log
+    assert_same_run(whole, run)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_killed_anywhere(case, server, whole_run, tmp_path):
