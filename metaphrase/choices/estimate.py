@@ -23,7 +23,7 @@ from metaphrase.choices.memory import (
 )
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
-from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
+from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, as_padded
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.techniques.mixtures import StagedPairs
 from metaphrase.training.distributed import is_adapted
@@ -32,8 +32,10 @@ from metaphrase.training.model_setup import Data, make_model
 from metaphrase.training.recipe.recipe import CHECKPOINTING, Recipe
 from metaphrase.training.training_loss import TrainingLoss, smooths_labels
 
-# Steps to time, fewer if they take longer than four seconds.
+# Steps to time, fewer if they take longer than two seconds.
 TIMED_STEPS = 12
+# Most tokens of a timed batch on a CPU, where larger batches compute no faster, and pairs that timed batches are formed of.
+_TIMED_TOKENS, _TIMED_PAIRS = 2048, 10_000
 # Pairs of a stream that are encoded to count their tokens.
 _ENCODED_PAIRS = 20_000
 _NOTE_ON_PROCESS = (
@@ -164,6 +166,7 @@ def estimate_run(
     on_accelerator: bool | None = None,
     tokens_per_second: float | None = None,
     staged: StagedPairs | None = None,
+    scale: float = 1.0,
 ) -> RunEstimate:
     """Estimate a run from its model, which may be on the meta device, its arguments and the lengths of its pairs.
 
@@ -176,6 +179,7 @@ def estimate_run(
         on_accelerator: True to plan for an accelerator; by default, the device of the run decides.
         tokens_per_second: Rate of one device, padding counted, stated or measured.
         staged: The training pairs, if they have stages.
+        scale: Number of training pairs for each pair of `lengths`, which are those of a sample.
 
     Raises:
         MetaphraseError: If the budget cannot hold the longest pair.
@@ -188,9 +192,10 @@ def estimate_run(
     padded = -(-lengths // multiple) * multiple
     shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
     read = lengths if staged is None else lengths[np.concatenate(batches)]
-    source_tokens, target_tokens = map(int, read.sum(axis=0))
-    computed = sum(shape.source_tokens + shape.target_tokens for shape in shapes)
-    steps_per_epoch = math.ceil(math.ceil(len(shapes) / sharding.devices) / arguments.gradient_accumulation_steps)
+    source_tokens, target_tokens = (round(scale * count) for count in read.sum(axis=0).tolist())
+    computed = scale * sum(shape.source_tokens + shape.target_tokens for shape in shapes)
+    batches_per_epoch = round(scale * len(batches))
+    steps_per_epoch = math.ceil(math.ceil(batches_per_epoch / sharding.devices) / arguments.gradient_accumulation_steps)
     steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * steps_per_epoch)
     passes = steps
     if on_accelerator is None:
@@ -247,11 +252,11 @@ def estimate_run(
         activations=estimates[largest],
         peak=state.peak(estimates[largest]),
         other_peak=state.peak(other),
-        pairs=len(read),
+        pairs=round(scale * len(read)),
         source_tokens=source_tokens,
         target_tokens=target_tokens,
-        padding_share=1 - (source_tokens + target_tokens) / computed,
-        batches_per_epoch=len(batches),
+        padding_share=max(0.0, 1 - (source_tokens + target_tokens) / computed),
+        batches_per_epoch=batches_per_epoch,
         steps_per_epoch=steps_per_epoch,
         steps=steps,
         hours=hours,
@@ -269,6 +274,7 @@ def sampled_data(data: Data) -> Data:
     if data.corpus.stream is None:
         return data._replace(encoded=data.encoded or data.corpus.encode(data.tokenizers))
     corpus = data.corpus.with_recipe(data.corpus.recipe.replace(streaming=False))
+    corpus.reports.pop("train", None)
     # The blocks of the sample have random places.
     corpus.splits["train"] = corpus.splits["train"].select(range(min(len(corpus.splits["train"]), _ENCODED_PAIRS)))
     return data._replace(corpus=corpus, encoded=corpus.encode(data.tokenizers))
@@ -301,6 +307,7 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
         devices=devices,
         tokens_per_second=rate,
         staged=train if isinstance(train, StagedPairs) else None,
+        scale=data.corpus.scale,
     )
     if (objective := getattr(train, "objective", None)) is not None and not objective.lengths_are_exact:
         note = "Tokens, and what follows from them, are the most that may come: the objective draws how long its pairs are."
@@ -315,10 +322,12 @@ def _measured_rate(
 
     The batches are the first of an epoch, formed as the trainer does. The first one warms up.
     """
-    budget = recipe.max_tokens_per_batch
+    budget, kind, lengths = recipe.max_tokens_per_batch, arguments.device.type, lengths[:_TIMED_PAIRS]
     is_packed = budget is not None and getattr(model, "supports_packing", False)
     multiple = 1 if is_packed else pad_to_multiple_of(arguments)
     collate = PackedCollator() if is_packed else PairCollator(model.config.pad_token_id or 0, multiple)
+    if budget is not None and kind == "cpu":
+        budget = min(budget, max(_TIMED_TOKENS, as_padded(lengths, budget, multiple).sum(axis=1).max().item()))
     planned = plan_batches(lengths, arguments, budget, 1, multiple)
     if arguments.gradient_checkpointing:
         getattr(model, f"{CHECKPOINTING}_enable")()
@@ -327,7 +336,7 @@ def _measured_rate(
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0, fused=True)
     loss_options = {"loss_of_states": TrainingLoss()} if smooths_labels(model) else {}
-    kind, rates, begin = arguments.device.type, [], time.perf_counter()
+    rates, begin = [], time.perf_counter()
     for number in range(TIMED_STEPS + 1):
         # A corpus with too few batches repeats them.
         pairs = [train[index] for index in planned[number % len(planned)]]
@@ -344,6 +353,6 @@ def _measured_rate(
             torch.accelerator.synchronize()
         end = time.perf_counter()
         rates.append((batch["input_ids"].numel() + batch["labels"].numel()) / (end - start))
-        if len(rates) > 3 and end - begin > 4:
+        if len(rates) > 2 and end - begin > 2:
             break
     return statistics.median(rates[1:])

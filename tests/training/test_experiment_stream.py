@@ -8,6 +8,7 @@ from tiny_generator import save_generator, tiny_generator
 from transformers import AutoConfig
 
 from metaphrase.augmentation.denoising import DEFAULT_SENTINELS
+from metaphrase.choices import estimate
 from metaphrase.choices.estimate import dry_run
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import TERM_TOKENS
@@ -48,6 +49,16 @@ def test_validation_pairs_are_taken_out_of_a_stream(data, tmp_path):
     sources = tokenizers.decode_targets([pair["input_ids"] for pair in streamed(encoded["train"])])
     assert len(corpus.splits["validation"]) == 7 and not held_out.intersection(sources)
     assert corpus.reports["train"].report.other_splits == 7 and len(sources) + 7 == len(lines)
+
+
+def test_a_dry_run_counts_a_stream_by_its_sample(data, tmp_path, monkeypatch):
+    fields = STREAM | {"max_steps": 4, "eval_strategy": "no"}
+    stream, whole = ({"streaming": value} for value in ("true", "false"))
+    whole = dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields | whole)))
+    for most, tolerance in ((1000, 0), (20, 0.1)):
+        monkeypatch.setattr(estimate, "_ENCODED_PAIRS", most)
+        found = dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields | stream)))
+        assert (found.pairs, found.source_tokens) == pytest.approx((whole.pairs, whole.source_tokens), rel=tolerance)
 
 
 def test_a_changed_file_under_a_stream_is_refused_when_a_run_goes_on(data, tmp_path):
@@ -110,13 +121,13 @@ def prepared(data, folder, **fields):
 
 def test_a_run_has_the_steps_of_its_dry_run(data, tmp_path):
     recipe = make_recipe(data, tmp_path / "run", **STAGES, subword_sampling=0.1)
-    estimate = dry_run(Experiment(recipe))
+    needs = dry_run(Experiment(recipe))
     result = Experiment(recipe).train()
     report = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
     sizes = {name: report[f"{name}/train"]["kept"] for name in ("clean", "noisy")}
-    assert estimate.pairs == 6 * sizes["noisy"] + sizes["clean"]
+    assert needs.pairs == 6 * sizes["noisy"] + sizes["clean"]
     assert result["data"]["num_train"] == sum(sizes.values())
-    assert read_log(tmp_path / "run", "train_loss")[-1]["step"] == estimate.steps > 6
+    assert read_log(tmp_path / "run", "train_loss")[-1]["step"] == needs.steps > 6
     assert read_log(tmp_path / "run", "train_loss")[-1]["epoch"] == 1
     saved = (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8")
     assert "num_train_epochs" not in saved and "train_file: train.tsv" in saved and str(data) not in saved
