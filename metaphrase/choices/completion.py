@@ -4,6 +4,7 @@ import collections
 import functools
 import logging
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 
 from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.choices.rules import (
+    QUICK_BATCH,
+    QUICK_SHARE,
     SIZES,
     STRATEGIES,
     CorpusProfile,
@@ -41,6 +44,7 @@ from metaphrase.storage.folders import ADAPTATION_NAME
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.callbacks import BEAMS_COST, TEXT_SCORES
 from metaphrase.training.corpora import PairCorpus
+from metaphrase.training.distributed import from_first_process
 from metaphrase.training.experiment import Experiment, load
 from metaphrase.training.model_setup import Data, make_model, make_tokenizers
 from metaphrase.training.recipe.fields import VALIDATION_FIELDS
@@ -83,18 +87,21 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
         recipe = choose_dataset(recipe)
         # Checks what can be checked before any work.
         opened = Experiment(_before_evaluation(recipe), is_dry_run, started)
+        # The first process chooses for all. On each machine, one process reads, and the others take its caches.
         with opened.arguments.main_process_first(desc="reading the corpus"):
             opened.corpus.read()
-            recipe = _choose_from_files(recipe, opened.corpus.splits["train"])
-            corpus = opened.corpus.with_recipe(recipe)
+        recipe = from_first_process(lambda: _choose_from_files(recipe, opened.corpus.splits["train"]))
+        corpus = opened.corpus.with_recipe(recipe)
+        with opened.arguments.main_process_first(desc="splitting the corpus"):
             load(corpus)
-            if (learn_rare_words := plugin("rare_words")) is not None:
-                recipe = choose_augmentation(recipe, lambda: learn_rare_words(corpus))
-            tokenizers = make_tokenizers(recipe, corpus)
-            recipe = choose_limits(recipe, _sample_lengths(corpus, tokenizers), corpus.longest)
-            corpus = corpus.with_recipe(recipe)
+        if (learn_rare_words := plugin("rare_words")) is not None:
+            recipe = from_first_process(lambda: choose_augmentation(recipe, lambda: learn_rare_words(corpus)))
+        tokenizers = make_tokenizers(recipe, corpus)
+        recipe = choose_limits(recipe, _sample_lengths(corpus, tokenizers), corpus.longest)
+        corpus = corpus.with_recipe(recipe)
+        with opened.arguments.main_process_first(desc="encoding the corpus"):
             data = Data(corpus, tokenizers, corpus.encode(tokenizers))
-        recipe = _choose_training(recipe, data, opened.deadline).checked()
+        recipe = from_first_process(lambda: _choose_training(recipe, data, opened.deadline).checked())
     return Experiment(recipe, is_dry_run, started, data), describe_choices(before, recipe)
 
 
@@ -124,7 +131,9 @@ def _sample_lengths(corpus: PairCorpus, tokenizers: TokenizerPair) -> dict[str, 
 
 def _choose_training(recipe: Recipe, data: Data, deadline: float) -> Recipe:
     """Choose network, batches, optimizer, length of the run, and evaluation, from the tokens and the speed of this machine."""
-    tokens = TokenProfile.of(data.encoded["train"])
+    arguments = data.corpus.arguments
+    share = QUICK_BATCH if arguments.device.type == "cpu" else QUICK_SHARE
+    tokens = TokenProfile.of(data.encoded["train"], arguments.world_size, share)
 
     @functools.cache
     def cost_of(size: Size) -> StepCost:
@@ -179,8 +188,8 @@ def _cost_of(recipe: Recipe, data: Data, tokens: TokenProfile) -> StepCost:
         size = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, batches)}
         trial = recipe.choose("", **size, gradient_accumulation_steps=batches) if is_open else recipe
         free = free_memory()
-        lacking = _HEAP * estimate_recipe(trial, data, devices=1).peak - free
-        if lacking <= 0 or is_final or budget // (2 * batches) < tokens.longest:
+        lacking = _HEAP * estimate_recipe(trial, data, tokens.devices).peak - free
+        if lacking <= 0 or is_final or budget // (2 * batches * tokens.devices) < tokens.longest:
             break
         batches *= 2
     if lacking > 0 and recipe.model_name_or_path is not None:
@@ -194,10 +203,10 @@ def _cost_of(recipe: Recipe, data: Data, tokens: TokenProfile) -> StepCost:
 
 
 def free_memory() -> int:
-    """Return the bytes that training may take, on the accelerator or else in main memory."""
+    """Return the bytes that this process may take for training, on the accelerator or else in main memory."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
-    return free_main_memory()
+    return free_main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 # Names of a source and its target.

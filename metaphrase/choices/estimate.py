@@ -27,7 +27,7 @@ from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSample
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.techniques.mixtures import StagedPairs
-from metaphrase.training.distributed import is_adapted
+from metaphrase.training.distributed import from_first_process, is_adapted
 from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
 from metaphrase.training.recipe.recipe import CHECKPOINTING, Recipe
@@ -262,7 +262,8 @@ def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     """Estimate the needs of `experiment.train()` from its corpus, tokenizer and batches. Nothing is written."""
     if experiment.recipe.streaming:
         raise MetaphraseError("`streaming` must be false for a dry run: the lengths of a stream are not known.")
-    return estimate_recipe(experiment.recipe, experiment.prepare(), devices)
+    data = experiment.prepare()
+    return from_first_process(lambda: estimate_recipe(experiment.recipe, data, devices))
 
 
 def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> RunEstimate:
@@ -280,7 +281,7 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
     model = model.get_base_model() if is_adapted(model) else model
     rate = None
     # Larger models are not made for a timing.
-    if model.num_parameters() <= 300_000_000 and devices is None and arguments.world_size == 1:
+    if model.num_parameters() <= 300_000_000 and devices is None:
         rate = _measured_rate(recipe, arguments, make_model(recipe, data), train, lengths)
     estimate = estimate_run(
         model,
