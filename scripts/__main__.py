@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import metaphrase
-from metaphrase.errors import is_mistake
+from metaphrase.errors import OF_FIRST_PROCESS, is_mistake
 from metaphrase.scripts.parsers import FILES, SUBCOMMANDS, parse
 from metaphrase.storage.hints import did_you_mean
 
@@ -81,6 +81,8 @@ def run(subcommand: str, words: Sequence[str]) -> int:
             raise
         return 130
     except Exception as error:
+        if OF_FIRST_PROCESS in getattr(error, "__notes__", ()):
+            return 2
         if not is_mistake(error):
             raise
         # Errors of the Hub and of configurations have many lines.

@@ -1,4 +1,4 @@
-"""`metaphrase train RECIPE.yaml --field value ...`: run a recipe. `accelerate launch scripts/train.py ...` does the same."""
+"""`metaphrase train RECIPE.yaml --field value ...`: run a recipe, in the processes of any launcher, or by `train` in Python."""
 
 import sys
 
@@ -132,7 +132,6 @@ def main(arguments: argparse.Namespace) -> None:
             "Give a file: metaphrase train pairs.tsv. See metaphrase train --help for recipes and other data."
         )
     recipe = read_recipe(arguments)
-    prepare_process(recipe)
     started = psutil.Process().create_time()
     if arguments.num_seeds == 1:
         train(recipe, arguments.dry_run, started)
@@ -141,8 +140,23 @@ def main(arguments: argparse.Namespace) -> None:
     leave_processes()
 
 
-def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment, dict]:
-    """Run a recipe, or print what the run needs, and return the experiment and the content of `metrics.json`."""
+def train(recipe: Recipe, is_dry_run: bool = False, started: float | None = None) -> tuple[Experiment, dict]:
+    """Run a recipe as the command does: choose its open fields, train, save and score. A dry run prints what the run needs.
+
+    All processes of a launcher call this with the same recipe. A process group that the launcher has made is used, and stays.
+
+    Args:
+        started: Beginning of `time_budget`, in seconds of `time.time()`; None for now.
+
+    Returns:
+        The experiment, and in the first process the content of `metrics.json`.
+
+    Raises:
+        MetaphraseError: If the recipe or its data are refused.
+    """
+    prepare_process(recipe)
+    if recipe.output_dir is None:
+        recipe = recipe.replace(output_dir="runs/train")
     folder = Path(recipe.output_dir)
     if recipe.resume_from_checkpoint is True and not holds_run(folder):
         # Open fields are chosen as for any new run.

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import logging
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 
 from metaphrase.choices.estimate import estimate_recipe, sampled_data
 from metaphrase.choices.rules import (
+    QUICK_BATCH,
+    QUICK_SHARE,
     SIZES,
     STRATEGIES,
     CorpusProfile,
@@ -42,6 +45,7 @@ from metaphrase.storage.folders import ADAPTATION_NAME
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.callbacks import BEAMS_COST, TEXT_SCORES
 from metaphrase.training.corpora import PairCorpus
+from metaphrase.training.distributed import from_first_process
 from metaphrase.training.experiment import Experiment, load
 from metaphrase.training.model_setup import Data, make_model, make_tokenizers
 from metaphrase.training.recipe.fields import VALIDATION_FIELDS
@@ -86,21 +90,25 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
         recipe = choose_dataset(recipe)
         # Checks what can be checked before any work.
         opened = Experiment(_before_evaluation(recipe), is_dry_run, started)
+        # The first process chooses for all. On each machine, one process reads, and the others take its caches.
         with opened.arguments.main_process_first(desc="reading the corpus"):
             opened.corpus.read(_MOST_READ if _may_stream(recipe) else math.inf)
-            if opened.corpus.stream is not None:
-                sizes = opened.corpus.num_pairs, len(opened.corpus.splits["train"])
-                reason = "the files hold about {:,} pairs, of which a sample of {:,} decides".format(*sizes)
-                recipe = recipe.choose(reason, streaming=True)
-            recipe = _choose_from_files(recipe, opened.corpus)
-            corpus = opened.corpus.with_recipe(recipe)
+        if opened.corpus.stream is not None:
+            sizes = opened.corpus.num_pairs, len(opened.corpus.splits["train"])
+            reason = "the files hold about {:,} pairs, of which a sample of {:,} decides".format(*sizes)
+            recipe = recipe.choose(reason, streaming=True)
+        recipe = from_first_process(lambda: _choose_from_files(recipe, opened.corpus))
+        corpus = opened.corpus.with_recipe(recipe)
+        with opened.arguments.main_process_first(desc="splitting the corpus"):
             load(corpus)
-            if (learn_rare_words := plugin("rare_words")) is not None:
-                recipe = choose_augmentation(recipe, lambda: learn_rare_words(corpus))
-            tokenizers = make_tokenizers(recipe, corpus)
-            recipe = choose_limits(recipe, _sample_lengths(corpus, tokenizers), corpus.longest)
-            data = sampled_data(Data(corpus.with_recipe(recipe), tokenizers, {}))
-        recipe = _choose_training(recipe, data, opened.deadline).checked()
+        if (learn_rare_words := plugin("rare_words")) is not None:
+            recipe = from_first_process(lambda: choose_augmentation(recipe, lambda: learn_rare_words(corpus)))
+        tokenizers = make_tokenizers(recipe, corpus)
+        recipe = choose_limits(recipe, _sample_lengths(corpus, tokenizers), corpus.longest)
+        corpus = corpus.with_recipe(recipe)
+        with opened.arguments.main_process_first(desc="encoding the corpus"):
+            data = sampled_data(Data(corpus, tokenizers, {}))
+        recipe = from_first_process(lambda: _choose_training(recipe, data, opened.deadline).checked())
         if recipe.streaming:
             corpus = corpus.with_recipe(recipe)
             corpus.reports = dict(data.corpus.reports)
@@ -141,7 +149,9 @@ def _sample_lengths(corpus: PairCorpus, tokenizers: TokenizerPair) -> dict[str, 
 
 def _choose_training(recipe: Recipe, data: Data, deadline: float) -> Recipe:
     """Choose network, batches, optimizer, length of the run, and evaluation, from the tokens and the speed of this machine."""
-    tokens = TokenProfile.of(data.encoded["train"], data.corpus.scale)
+    arguments = data.corpus.arguments
+    share = QUICK_BATCH if arguments.device.type == "cpu" else QUICK_SHARE
+    tokens = TokenProfile.of(data.encoded["train"], data.corpus.scale, arguments.world_size, share)
     if recipe.streaming:
         # A longer pair than those of the sample may come.
         tokens = dataclasses.replace(tokens, longest=sum(data.corpus.limits))
@@ -199,8 +209,8 @@ def _cost_of(recipe: Recipe, data: Data, tokens: TokenProfile) -> StepCost:
         size = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, batches)}
         trial = recipe.choose("", **size, gradient_accumulation_steps=batches) if is_open else recipe
         free = free_memory()
-        lacking = _HEAP * estimate_recipe(trial, data, devices=1).peak - free
-        if lacking <= 0 or is_final or budget // (2 * batches) < tokens.longest:
+        lacking = _HEAP * estimate_recipe(trial, data, tokens.devices).peak - free
+        if lacking <= 0 or is_final or budget // (2 * batches * tokens.devices) < tokens.longest:
             break
         batches *= 2
     if lacking > 0 and recipe.model_name_or_path is not None:
@@ -214,10 +224,10 @@ def _cost_of(recipe: Recipe, data: Data, tokens: TokenProfile) -> StepCost:
 
 
 def free_memory() -> int:
-    """Return the bytes that training may take, on the accelerator or else in main memory."""
+    """Return the bytes that this process may take for training, on the accelerator or else in main memory."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
-    return free_main_memory()
+    return free_main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 # Names of a source and its target.

@@ -26,7 +26,7 @@ from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler, as_padded
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.techniques.mixtures import StagedPairs
-from metaphrase.training.distributed import is_adapted
+from metaphrase.training.distributed import from_first_process, is_adapted
 from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
 from metaphrase.training.recipe.recipe import CHECKPOINTING, Recipe
@@ -266,7 +266,8 @@ def estimate_run(
 
 def dry_run(experiment: Experiment, devices: int | None = None) -> RunEstimate:
     """Estimate the needs of `experiment.train()` from its corpus, tokenizer and batches. Nothing is written."""
-    return estimate_recipe(experiment.recipe, sampled_data(experiment.prepare()), devices)
+    data = sampled_data(experiment.prepare())
+    return from_first_process(lambda: estimate_recipe(experiment.recipe, data, devices))
 
 
 def sampled_data(data: Data) -> Data:
@@ -295,7 +296,7 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
     model = model.get_base_model() if is_adapted(model) else model
     rate = None
     # Larger models are not made for a timing.
-    if model.num_parameters() <= 300_000_000 and devices is None and arguments.world_size == 1:
+    if model.num_parameters() <= 300_000_000 and devices is None:
         rate = _measured_rate(recipe, arguments, make_model(recipe, data), train, lengths)
     estimate = estimate_run(
         model,

@@ -8,7 +8,7 @@ import math
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
@@ -32,7 +32,10 @@ _FEW_TOKENS = 200_000
 _MOST_UPDATES = 2
 _AVERAGED = 3
 # In tokens: the batch of few pairs, and the smallest one that saves time. Smaller ones compute more slowly.
-_SMALLEST_BATCH, _QUICK_BATCH = 1024, 2048
+_SMALLEST_BATCH, QUICK_BATCH = 1024, 2048
+# The smallest share of an update that an accelerator computes efficiently, in tokens. Not measured.
+QUICK_SHARE = 8192
+_MAX_RATE_FACTOR = 2.0
 # Greedy tokens of one evaluation during training.
 _DECODED_TOKENS = 10_000
 
@@ -140,19 +143,28 @@ class CorpusProfile:
 
 @dataclass(frozen=True)
 class TokenProfile:
-    """Tokens of an epoch: of all sources, all targets, and the longest pair."""
+    """Tokens of an epoch: of all sources, all targets, and the longest pair.
+
+    Attributes:
+        devices: Number of devices that share an epoch.
+        smallest_share: Tokens of an update that each device has at least, if they do not exceed those of a single device.
+    """
 
     pairs: int
     source: int
     target: int
     longest: int
+    devices: int = 1
+    smallest_share: int = QUICK_BATCH
 
     @classmethod
-    def of(cls, encoded: Any, scale: float = 1.0) -> "TokenProfile":
+    def of(
+        cls, encoded: Any, scale: float = 1.0, devices: int = 1, smallest_share: int = QUICK_BATCH
+    ) -> "TokenProfile":
         """Count the tokens of encoded training pairs, of which there are `scale` times as many in all."""
         lengths = np.stack([np.asarray(encoded[side][:]) for side in LENGTH_COLUMNS], axis=1)
-        sizes = (round(scale * size) for size in (len(lengths), *lengths.sum(axis=0).tolist()))
-        return cls(*sizes, int(lengths.sum(axis=1).max()))
+        pairs, source, target = (round(scale * size) for size in (len(lengths), *lengths.sum(axis=0).tolist()))
+        return cls(pairs, source, target, int(lengths.sum(axis=1).max()), devices, smallest_share)
 
     @property
     def both(self) -> int:
@@ -207,7 +219,7 @@ def choose_from_tokens(
     `cost_of` returns the cost of an optimizer step of a network on this machine. Return the recipe, and the seconds of all
     steps; 0 if the speed is unknown.
     """
-    budget = tokens_per_update(recipe, tokens)
+    budget, factor = tokens_per_update(recipe, tokens), rate_factor(recipe, tokens)
     wanted = useful_updates(tokens, budget)
     # Without a limit, the speed need not be measured.
     size = choose_size(
@@ -228,7 +240,7 @@ def choose_from_tokens(
     reason = "no larger network learns more from" if is_largest else "the time allows no larger network for"
     rate = dropout(reached * budget / tokens.both, recipe.subword_sampling is not None)
     recipe = with_network(recipe, f"{reason} {tokens.target:,} target tokens", size, dropout=rate)
-    recipe = choose_optimizer(recipe, updates // 10)
+    recipe = choose_optimizer(recipe, updates // 10, factor)
     return choose_evaluation(recipe, tokens, reached), updates * cost.seconds
 
 
@@ -266,10 +278,11 @@ def choose_batches(
     if not recipe.is_open(*BATCH_SIZES):
         return recipe, budget, cost
     # A short run gains more by updates than by the tokens of each.
-    smallest, reason = max(_QUICK_BATCH, _power_of_two(tokens.longest)), f"an epoch has {tokens.both:,} tokens"
+    smallest, reason = max(QUICK_BATCH, _power_of_two(tokens.longest)), f"an epoch has {tokens.both:,} tokens"
+    smallest *= tokens.devices
     while possible_updates(cost, seconds) < wanted and budget >= 2 * smallest:
         budget, cost = budget // 2, StepCost(cost.seconds / 2, max(1, cost.batches // 2))
-    if budget < tokens_per_batch(tokens):
+    if budget < tokens_per_update(recipe, tokens):
         reason += ", and small batches make more updates in the time"
     fields = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, cost.batches)}
     if cost.batches > 1:
@@ -324,18 +337,29 @@ def choose_weights(recipe: Recipe, num_evaluations: float) -> Recipe:
 
 
 def tokens_per_update(recipe: Recipe, tokens: TokenProfile) -> int:
-    """Return the tokens of an update: those of the recipe's batches, or else of `tokens_per_batch`."""
+    """Return the tokens of an update of all devices: those of the recipe's batches, or else of `tokens_per_batch`.
+
+    Several devices share the batch of one, but each has at least one that it computes efficiently.
+    """
+    batches = recipe.gradient_accumulation_steps * tokens.devices
     if recipe.max_tokens_per_batch is not None:
-        return recipe.max_tokens_per_batch * recipe.gradient_accumulation_steps
+        return recipe.max_tokens_per_batch * batches
     if recipe.is_set("per_device_train_batch_size"):
-        pairs = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
-        return max(1, pairs * tokens.both // tokens.pairs)
-    return tokens_per_batch(tokens)
+        return max(1, recipe.per_device_train_batch_size * batches * tokens.both // tokens.pairs)
+    budget = tokens_per_batch(tokens)
+    share = max(min(budget, tokens.smallest_share), budget // tokens.devices, _power_of_two(tokens.longest))
+    return share * tokens.devices
+
+
+def rate_factor(recipe: Recipe, tokens: TokenProfile) -> float:
+    """Return the factor of the learning rate for an update of several devices with more tokens than that of one: their root."""
+    alone = tokens_per_update(recipe, replace(tokens, devices=1))
+    return min(_MAX_RATE_FACTOR, math.sqrt(tokens_per_update(recipe, tokens) / alone))
 
 
 def tokens_of_batch(tokens: TokenProfile, budget: int, batches: int) -> int:
-    """Return the budget of one of the batches of an update, which holds the longest pair."""
-    return max(_power_of_two(tokens.longest), budget // batches)
+    """Return the budget of one of the batches that each device has in an update, which holds the longest pair."""
+    return max(_power_of_two(tokens.longest), budget // (batches * tokens.devices))
 
 
 def _power_of_two(number: int) -> int:
@@ -574,6 +598,7 @@ def choose_finetuning(
     `cost` is that of an update. A base that has seen no pairs makes the updates of a new network. Return the recipe, and the
     seconds of all steps.
     """
+    factor = rate_factor(recipe, tokens)
     wanted = (finetuning_updates if has_seen_pairs else useful_updates)(tokens, tokens_per_update(recipe, tokens))
     recipe, budget, cost = choose_batches(recipe, tokens, cost, wanted, seconds)
     if has_seen_pairs:
@@ -589,6 +614,8 @@ def choose_finetuning(
     rate, source = rule.learning_rate(config.hidden_size), f"a {family} of width {config.hidden_size}: {rule.source}"
     if recipe.lora_rank is not None:
         rate, source = min(_MAX_LORA_RATE, _LORA_FACTOR * rate), f"{source}, and {_LORA_FACTOR} times the rate for LoRA"
+    if factor != 1:
+        rate, source = float(f"{factor * rate:.2g}"), f"{source}, times {factor:.2g} for {tokens.devices} devices"
     recipe = recipe.choose(source, learning_rate=rate, lr_scheduler_type="cosine", warmup_steps=updates // 10)
     regularization = {"label_smoothing_factor": rule.label_smoothing, "weight_decay": rule.weight_decay}
     recipe = recipe.choose(f"usual for {family}", **regularization, adam_beta2=0.999, max_grad_norm=1.0)

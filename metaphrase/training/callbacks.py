@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.progress import ProgressLines
+from metaphrase.training.distributed import from_first_process, has_several_processes
 from metaphrase.training.recipe.fields import DECODING
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -73,6 +74,9 @@ class TimeBudget(EarlyEnd):
     The schedule follows the steps or the clock, whichever is further. So a slow machine ends with a low learning rate too. The
     duration of the last evaluation tells how much time another one and the scores of the finished model need.
 
+    The clock of the first process counts for all, so that they have one rate and end at one update. It is sent between the
+    main memories once an update, which no accelerator waits for.
+
     Args:
         deadline: End of the run, in seconds of `time.time()`.
         final_share: Duration of the final scores, relative to an evaluation during training.
@@ -82,10 +86,20 @@ class TimeBudget(EarlyEnd):
     def __init__(self, deadline: float, final_share: float, seconds: float):
         self.deadline, self.final_share, self.seconds = deadline, final_share, seconds
         self.start, self.reserved = time.time(), 0.0
+        # Of the first process at the last update, if there are several.
+        self._shared: float | None = None
 
     @property
     def progress(self) -> float:
+        return self._measure() if self._shared is None else self._shared
+
+    def _measure(self) -> float:
         return (time.time() - self.start) / max(1e-9, self.deadline - self.reserved - self.start)
+
+    def on_optimizer_step(self, *_, **__):
+        # The step of the schedule follows.
+        if has_several_processes():
+            self._shared = from_first_process(self._measure)
 
     def is_due(self) -> bool:
         return self.progress >= 1
@@ -108,9 +122,11 @@ class TimeBudget(EarlyEnd):
                 lambda step, factor=factor: factor(max(step, min(most, int(self.progress * most))))
                 for factor in scheduler.lr_lambdas
             ]
+        self.on_optimizer_step()
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self.reserved = (1 + self.final_share) * (metrics or {}).get("eval_runtime", 0.0)
+        self.on_optimizer_step()
         super().on_evaluate(args, state, control)
 
     def on_train_end(self, args, state, control, **kwargs):

@@ -7,15 +7,12 @@ import contextlib
 import json
 import logging
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
 from transformers.utils import is_peft_available
 
@@ -47,7 +44,7 @@ from metaphrase.training.checkpoints import (
     only_writer,
 )
 from metaphrase.training.corpora import PairCorpus, open_corpus
-from metaphrase.training.distributed import is_adapted
+from metaphrase.training.distributed import is_adapted, join_processes
 from metaphrase.training.model_setup import (
     Data,
     longest_sequences,
@@ -91,19 +88,12 @@ class Experiment:
         Raises:
             MetaphraseError: If the recipe names no training pairs or an unknown score, or its folder holds another run or model.
         """
-        is_on_cpu = recipe.use_cpu or not torch.accelerator.is_available()
-        if is_on_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.distributed.is_initialized():
-            # On a CPU, transformers leaves torch's timeout of half an hour, while one process may read a corpus for longer.
-            PartialState(cpu=True, backend=recipe.ddp_backend, timeout=timedelta(seconds=recipe.ddp_timeout))
+        join_processes(recipe)
         self.arguments = make_arguments(recipe)
         self.folder = Path(self.arguments.output_dir)
         self.deadline = math.inf
         if recipe.time_budget is not None:
             self.deadline = (time.time() if started is None else started) + parse_seconds(recipe.time_budget)
-            if self.arguments.world_size > 1:
-                raise MetaphraseError(
-                    "`time_budget` must be left out with several processes, whose clocks differ. Give `max_steps`."
-                )
         if data is None:
             check_optimizer(self.arguments)
             for name in ("model_name_or_path", "tokenizer_name_or_path", "target_tokenizer_name_or_path"):
@@ -130,7 +120,8 @@ class Experiment:
         if self._data is None:
             with self.arguments.main_process_first(desc="reading the corpus"):
                 load(self.corpus)
-                tokenizers = make_tokenizers(self.recipe, self.corpus, self.checkpoint)
+            tokenizers = make_tokenizers(self.recipe, self.corpus, self.checkpoint)
+            with self.arguments.main_process_first(desc="encoding the corpus"):
                 self._data = Data(self.corpus, tokenizers, self.corpus.encode(tokenizers))
         return self._data
 

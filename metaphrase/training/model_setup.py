@@ -17,7 +17,7 @@ from metaphrase.storage.generation_options import use_floats
 from metaphrase.storage.loading import load_pretrained, naming
 from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.corpora import PairCorpus
-from metaphrase.training.distributed import whole_shape
+from metaphrase.training.distributed import from_first_process, whole_shape
 from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.training_loss import check_r_drop
 
@@ -37,7 +37,10 @@ class Data(NamedTuple):
 
 
 def make_tokenizers(recipe: Recipe, corpus: PairCorpus, checkpoint: str | None = None) -> TokenizerPair:
-    """Load the tokenizers of a checkpoint or those that the recipe names, or train new ones on a corpus that was read."""
+    """Load the tokenizers of a checkpoint or those that the recipe names, or train new ones on a corpus that was read.
+
+    All processes must call this: the first one trains for all.
+    """
     if checkpoint is not None:
         return TokenizerPair.from_pretrained(checkpoint)
     existing = recipe.tokenizer_name_or_path or recipe.model_name_or_path
@@ -58,15 +61,10 @@ def make_tokenizers(recipe: Recipe, corpus: PairCorpus, checkpoint: str | None =
         joint = recipe.target_tokenizer_kind is None and recipe.target_vocab_size is None
     if special := [*corpus.special_tokens, *recipe.special_tokens]:
         options["additional_special_tokens"] = special
-    tokenizers = TokenizerPair.train(
-        *corpus.sides(),
-        joint=joint,
-        kind=recipe.tokenizer_kind or "byte_bpe",
-        target_kind=recipe.target_tokenizer_kind,
-        # In a notebook, the bar of this library is a few empty lines.
-        show_progress=not corpus.arguments.disable_tqdm and has_bar() and sys.stderr.isatty(),
-        **options,
-    )
+    options |= {"kind": recipe.tokenizer_kind or "byte_bpe", "target_kind": recipe.target_tokenizer_kind}
+    # In a notebook, the bar of this library is a few empty lines.
+    options["show_progress"] = not corpus.arguments.disable_tqdm and has_bar() and sys.stderr.isatty()
+    tokenizers = from_first_process(lambda: TokenizerPair.train(*corpus.sides(), joint=joint, **options))
     sizes = len(tokenizers.source), len(tokenizers.target)
     text = "Trained a joint tokenizer of %d entries." if joint else "Trained separate tokenizers of %d and %d entries."
     logger.info(text, *sizes[: 1 if joint else 2])

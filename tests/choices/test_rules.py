@@ -1,5 +1,6 @@
 import math
 import unicodedata
+from dataclasses import replace
 
 import pytest
 from datasets import Dataset
@@ -290,3 +291,34 @@ def test_the_best_weights_and_the_beams_are_chosen_on_validation_pairs():
 def test_the_length_of_the_run_follows_from_given_batches(batches):
     recipe = chosen_from_tokens(**batches)[0]
     assert recipe.max_steps == useful_updates(TASKS["8,000 pronunciations"][0], 4096)
+
+
+@pytest.mark.parametrize(
+    ("task", "devices", "share", "batch", "factor"),
+    [
+        # The update of one device has 4,096 tokens, or 16,384 of much text.
+        ("29,000 sentences", 2, 2048, 2048, 1),
+        ("29,000 sentences", 4, 2048, 2048, math.sqrt(2)),
+        ("29,000 sentences", 64, 2048, 2048, 2),
+        ("29,000 sentences", 2, 8192, 4096, math.sqrt(2)),
+        ("a million sentences", 4, 2048, 4096, 1),
+        ("a million sentences", 8, 8192, 8192, 2),
+        ("1,000 pronunciations", 2, 2048, 1024, math.sqrt(2)),
+    ],
+)
+def test_several_devices_share_the_update_of_one(task, devices, share, batch, factor):
+    tokens, before = TASKS[task][0], Recipe(train_file="pairs.tsv")
+    alone, _ = choose_from_tokens(before, tokens, lambda size: StepCost(1.0), None)
+    shared = replace(tokens, devices=devices, smallest_share=share)
+    recipe, _ = choose_from_tokens(before, shared, lambda size: StepCost(1.0), None)
+    assert recipe.max_tokens_per_batch == batch and recipe.gradient_accumulation_steps == 1
+    assert recipe.learning_rate == pytest.approx(factor * alone.learning_rate, abs=1e-5)
+    if factor == 1:
+        counted = {"max_tokens_per_batch": batch, "reasons": {}}
+        assert recipe.replace(**counted) == alone.replace(**counted)
+
+
+def test_memory_splits_the_batch_of_each_device():
+    tokens = replace(TASKS["29,000 sentences"][0], devices=2)
+    recipe, _ = choose_from_tokens(Recipe(train_file="pairs.tsv"), tokens, lambda size: StepCost(1.0, 4), None)
+    assert (recipe.max_tokens_per_batch, recipe.gradient_accumulation_steps) == (512, 4)

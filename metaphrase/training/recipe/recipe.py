@@ -388,11 +388,12 @@ def choose_plainly(recipe: Recipe) -> Recipe:
     return choose_optimizer(recipe, warmup_steps=0.1).checked()
 
 
-def choose_optimizer(recipe: Recipe, warmup_steps: float) -> Recipe:
+def choose_optimizer(recipe: Recipe, warmup_steps: float, rate_factor: float = 1.0) -> Recipe:
     """Choose the learning rate of a new network, its schedule, and regularization. A warm-up below 1 is a share of the run."""
     width = MetaphraseConfig.from_preset(recipe.preset, **recipe.model).hidden_size
     reason = f"0.002 was the best of three rates at width 256, and this network is {width} wide"
-    recipe = recipe.choose(reason, learning_rate=learning_rate(width))
+    reason += f"; times {rate_factor:.2g} for the larger updates of several devices" if rate_factor != 1 else ""
+    recipe = recipe.choose(reason, learning_rate=round(rate_factor * learning_rate(width), 5))
     recipe = recipe.choose("usual for Transformers", lr_scheduler_type="cosine", warmup_steps=warmup_steps)
     usual = {"adam_beta2": 0.98, "weight_decay": 0.01, "label_smoothing_factor": 0.1, "max_grad_norm": 1.0}
     return recipe.choose("usual for Transformers of this size", **usual)
