@@ -271,6 +271,9 @@ _SAMPLED_BYTES = 2**16
 # The counts of a report, in the order of the shared tensor.
 _COUNTS = ("read", *DROP_REASONS, "source_truncated", "target_truncated")
 
+# Place of the first pair: block, chunk and counts.
+_START = [0, 0, *[0] * len(_COUNTS)]
+
 
 class PairStream:
     """Encoded pairs of a source that is streamed, the same in each pass, but for their order and changes by an augmenter.
@@ -291,26 +294,26 @@ class PairStream:
         self.texts, self.encode, self.augmenter = texts, PairEncoder(tokenizers, **rules), augmenter
         self.held_out, self.seed = frozenset(held_out), seed
         # Shared memory: the workers of a loader read, each with a copy of this stream and a row of its own.
-        self._counts = torch.zeros(_MOST_WORKERS, len(_COUNTS), dtype=torch.int64).share_memory_()
+        self.counts = torch.zeros(_MOST_WORKERS, len(_COUNTS), dtype=torch.int64).share_memory_()
 
     @property
     def report(self) -> DataReport:
         """Counts of the present pass, or of the last one."""
-        return DataReport(**dict(zip(_COUNTS, self._counts.sum(dim=0).tolist(), strict=True)))
+        return DataReport(**dict(zip(_COUNTS, self.counts.sum(dim=0).tolist(), strict=True)))
 
     def share_counts(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
         """Add the counts of all processes. `reduce` is that of an `Accelerator`."""
-        self._counts[0] = reduce(self._counts.sum(dim=0).to(device)).cpu()
-        self._counts[1:] = 0
+        self.counts[0] = reduce(self.counts.sum(dim=0).to(device)).cpu()
+        self.counts[1:] = 0
 
     def chunks(
-        self, pass_number: int, place: Sequence[int] = (), reader: int = 0, num_readers: int = 1
+        self, pass_number: int, place: Sequence[int] = _START, reader: int = 0, num_readers: int = 1
     ) -> Iterator[tuple[list[int], list[Pair]]]:
         """Yield the pairs of one of several readers in a pass, chunk by chunk, each with the place behind it.
 
         A place is where to begin: the number of the block, the chunk in it, and the counts of the pass so far.
         """
-        first, num_skipped, *counts = place or [0] * (2 + len(_COUNTS))
+        first, num_skipped, *counts = place
         blocks: list[int | None] = [None]
         if self.texts.offsets is not None:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + pass_number)
@@ -355,7 +358,7 @@ class PairStream:
     def _publish(self, report: DataReport) -> list[int]:
         worker = get_worker_info()
         counts = [getattr(report, name) for name in _COUNTS]
-        self._counts[0 if worker is None else worker.id] = torch.tensor(counts)
+        self.counts[0 if worker is None else worker.id] = torch.tensor(counts)
         return counts
 
     def fingerprint(self) -> dict[str, Any] | None:
@@ -406,22 +409,28 @@ class TokenBudgetStream(IterableDataset):
     def resume(self, num_skipped: int, places: Mapping[str, list[int]]) -> None:
         """Begin at the place of each worker, by its number. The batches before, which a loader skips, are placeholders."""
         self._num_skipped, self._places = num_skipped, places
+        for worker, place in places.items():
+            self.read.counts[int(worker)] = torch.tensor(place[-len(_COUNTS) :])
 
     def __iter__(self) -> Iterator[tuple[list[Pair], list[int]]]:
-        """Yield the batches of this process, or of a worker of its loader, with places: worker, pass, batches of the buffer."""
+        """Yield the batches of this process, or of a worker of its loader, with places.
+
+        A place holds the worker, the pass, the batches taken from the buffer, the place where the buffer begins, and the counts
+        at its end.
+        """
         info = get_worker_info()
         workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
         for _ in range(worker, self._num_skipped, workers):
             yield [{"input_ids": [0], "labels": [0]}], []
         readers = self.num_processes * workers, self.process_index * workers + worker
-        for pairs, place in self._batches(*readers, self._places.get(str(worker), [0, 0])):
+        for pairs, place in self._batches(*readers, self._places.get(str(worker), [0, 0, *_START])):
             yield pairs, [worker, *place]
 
     def _batches(self, num_readers: int, reader: int, place: list[int]) -> Iterator[tuple[list[Pair], list[int]]]:
-        first, num_done, *start = place
+        first, num_done, *start = place[: 2 + len(_START)]
         for number in itertools.count(first):
             chunks = self.read.chunks(number, start, reader, num_readers)
-            is_empty = not start
+            is_empty = start == _START
             while True:
                 buffer: list[Pair] = []
                 begin = start
@@ -437,10 +446,10 @@ class TokenBudgetStream(IterableDataset):
                 seed = np.random.SeedSequence([self.seed, number, reader, *begin[:2]]).generate_state(1).item()
                 batches = form_round(lengths, self.max_tokens_per_batch, seed, 1)
                 for index in range(num_done, len(batches)):
-                    yield [buffer[row] for row in batches[index]], [number, index + 1, *begin]
+                    yield [buffer[row] for row in batches[index]], [number, index + 1, *begin, *start[2:]]
                 num_done = 0
             if is_empty:
                 raise MetaphraseError(
                     f"A stream must hold a pair for each of {num_readers} readers, got none in pass {number}."
                 )
-            start = []
+            start = _START
