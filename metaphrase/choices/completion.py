@@ -61,6 +61,8 @@ _HEAP = 1.8
 _SAMPLE_PAIRS = 10_000
 # Pairs that are read and encoded before training. More of them are read during training.
 _MOST_READ = 200_000
+# Processes that encode pairs for one accelerator, which reads some thousand pairs a second.
+_MOST_WORKERS = 8
 # In hours.
 _LONG_RUN = 24
 
@@ -97,6 +99,10 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
             sizes = opened.corpus.num_pairs, len(opened.corpus.splits["train"])
             reason = "the files hold about {:,} pairs, of which a sample of {:,} decides".format(*sizes)
             recipe = recipe.choose(reason, streaming=True)
+            if torch.accelerator.is_available():
+                cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+                workers = max(1, min(_MOST_WORKERS, cores - 1))
+                recipe = recipe.choose("pairs are encoded beside training", dataloader_num_workers=workers)
         recipe = from_first_process(lambda: _choose_from_files(recipe, opened.corpus))
         corpus = opened.corpus.with_recipe(recipe)
         with opened.arguments.main_process_first(desc="splitting the corpus"):
