@@ -162,10 +162,11 @@ def _test(segments: Mapping[str, Systems], num_resamples: int, num_trials: int) 
     for name, systems in segments.items():
         first = next(iter(systems.values()))
         _check_memory("paired_bs_n", num_resamples, len(first.rows), 4 * (len(first.rows[0]) + 2))
-        results, seed = bootstrap(systems, num_resamples)
+        results, intervals, seed = bootstrap(systems, num_resamples)
         rows = [
             {"system": system, "score": float(result.score), "mean": float(result.mean), "ci": float(result.ci)}
-            for system, result in zip(systems, results, strict=True)
+            | {"interval": interval}
+            for system, result, interval in zip(systems, results, intervals, strict=True)
         ]
         tests = zip(rows[1:], results[1:], _randomization(systems, num_trials, seed), strict=True)
         for row, result, p_randomization in tests:

@@ -361,7 +361,14 @@ def test_scores_have_their_intervals_and_those_of_tasks(full_folder):
     assert "| BLEU | 41.02 (95 % interval 40.25 to 42.75) |" in text
     assert "| ROUGE-1 | 50.00 |" in text and "| ROUGE-L | 50.00 (95 % interval 40.25 to 42.75) |" in text
     assert "| WER (lower is better) | 33.30 |" in text and "| sum\\_up | ROUGE-L | 7.00 | 2,000 |" in text
-    assert text.count("Intervals are those of sacreBLEU's bootstrap with 1,000 resamples of the test set.") == 1
+    assert text.count("Intervals are percentiles of sacreBLEU's bootstrap with 1,000 resamples of the test set.") == 1
+    exact = {"score": 100.0, "confidence_interval": [97.57, 100.0], "bs": 1000}
+    (full_folder / "metrics.json").write_text(json.dumps(METRICS | {"scores": {"exact_match": exact}}))
+    text = ModelCard.load(write_model_card(full_folder)).text
+    assert (
+        "| 100.00 (95 % interval 97.57 to 100.00) |" in text
+        and "that of exact match is exact (Clopper-Pearson)." in text
+    )
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path, capl
     shown = result["scores"]["bleu"]
     expected = BLEU().corpus_score(targets_of(SOURCES, num_beams=2), [TARGETS], n_bootstrap=1000)
     assert (shown["confidence_var"], shown["bs"], shown["seed"]) == (expected._ci, 1000, "12345")
-    limits = [shown["confidence_mean"] + sign * shown["confidence_var"] for sign in (-1, 1)]
+    limits = shown["confidence_interval"]
     assert f"bleu: {shown['score']:.2f} (95 % interval {limits[0]:.2f} to {limits[1]:.2f})  nrefs:1" in caplog.text
     execute(evaluate, [*words, "--output", str(tmp_path / "m.json"), "--confidence_n", "0"])
     assert "confidence_var" not in json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))["scores"]["bleu"]
