@@ -245,6 +245,7 @@ def write_model_card(
             (data_rows if is_of_data else hyperparameters).append((code(name), cell))
     for name, value in ((metrics or {}).get("data") or {}).items():
         parts = value.items() if isinstance(value, dict) else [(None, value)]
+        name = {"name": "data of the scores", "split": "split of the scores"}.get(name, name)
         data_rows += [(plain(name if part is None else f"{name}: {part}"), number(amount)) for part, amount in parts]
     card = ModelCard.from_template(
         _metadata(trained, stated, facts),
@@ -260,6 +261,7 @@ def write_model_card(
         config=config,
         metrics=metrics,
         state=trained.state,
+        best_metric=recipe.get("metric_for_best_model"),
         own_type=MetaphraseConfig.model_type,
         has_target_tokenizer=(trained.path / TARGET_SUBFOLDER).is_dir(),
         model_id=f'"{repo_id}"' if repo_id else '"path/to/this/folder"',

@@ -52,7 +52,7 @@ def tokenize(parser: argparse.ArgumentParser) -> None:
 
 
 def filter(parser: argparse.ArgumentParser) -> None:
-    """Drop pairs that are noise, and report how many fell by which rule."""
+    """Drop pairs that are noise, and count the dropped pairs of each rule."""
     parser.usage = "%(prog)s [file] --output FILE [option ...]"
     add = parser.add_argument
     text = "pairs in one .tsv, .csv, .jsonl, .json or .parquet file, or with .gz after it"
