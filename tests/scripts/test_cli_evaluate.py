@@ -35,6 +35,25 @@ def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path, capl
     assert result["data"]["name"] == "test.en"
 
 
+@pytest.mark.parametrize(
+    ("saved", "words", "expected"),
+    [
+        (None, "--num_beams 2", True),
+        (None, "--num_beams 2 --early_stopping false", False),
+        ("never", "--num_beams 2", "never"),
+        (None, "--num_beams 1", None),
+    ],
+)
+def test_beams_of_a_subcommand_stop_early_unless_model_or_user_say_otherwise(saved, words, expected, files, tmp_path):
+    generator = tiny_generator()
+    generator.model.generation_config.update(num_beams=3, early_stopping=saved)
+    folder = str(save_generator(generator, tmp_path / "model"))
+    execute(evaluate, [folder, "--device", "cpu", "--source", files[0], "--target", files[1], *words.split()])
+    result = json.loads((tmp_path / "model" / "metrics.json").read_text(encoding="utf-8"))
+    assert result["generation"].get("early_stopping") == expected
+    assert Generator.from_pretrained(folder).model.generation_config.early_stopping == saved
+
+
 @pytest.mark.parametrize("words", [["--ensemble", "MODEL"], ["--use_vmap"]], ids=str)
 def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words, files, tmp_path, monkeypatch):
     generator = tiny_generator()
