@@ -277,7 +277,8 @@ def _split_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterator[
         logger.warning("Words of more than %d characters were cut to train the vocabulary: %d.", _LONGEST_WORD, num_cut)
     if not has_visible_text:
         raise MetaphraseError(
-            "`texts` must hold at least one character that is not white space, got none: all sources or all targets are empty."
+            "`texts` must hold at least one character that is not white space, got none: all sources or all targets are "
+            "empty."
         )
 
 

@@ -98,8 +98,8 @@ def bootstrap(
     for number, segments in enumerate(systems.values()):
         # sacreBLEU scores a system, then resamples of the first system if this is another one, then its own.
         end = (2 * number + 1) * num_samples + number + 1
-        own = np.sort(scores[end - num_samples : end])
-        low, high = own[num_samples // 40], own[-1 - num_samples // 40]
+        drawn = np.sort(scores[end - num_samples : end])
+        low, high = drawn[num_samples // 40], drawn[-1 - num_samples // 40]
         matches, total = segments.details.get("matches"), len(segments.rows)
         if matches is not None:
             low, high = 100 * _lower_limit(matches, total), 100 - 100 * _lower_limit(total - matches, total)

@@ -69,6 +69,16 @@ def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words
     assert ("loss" in result) == ("--ensemble" not in words)
 
 
+@pytest.mark.parametrize("words", ["", "--metrics chrf"])
+def test_scores_are_those_of_the_recipe_of_the_run(words, files, tmp_path):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    (folder / "recipe.yaml").write_text("metrics: [exact_match, bleu]\nbleu_tokenize: char\n", encoding="utf-8")
+    execute(evaluate, [str(folder), "--device", "cpu", "--source", files[0], "--target", files[1], *words.split()])
+    scores = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["scores"]
+    assert [*scores] == (["chrf"] if words else ["exact_match", "bleu"])
+    assert words or "tok:char" in scores["bleu"]["signature"]
+
+
 @pytest.fixture
 def scored_folder(files, tmp_path, monkeypatch):
     folder = save_generator(tiny_generator(), tmp_path / "model")
@@ -97,7 +107,8 @@ def test_scores_of_other_pairs_or_settings_stay_in_the_folder(words, scored_fold
     words = [*same, *(str(turned) if word == "TURNED" else word for word in words)]
     execute(evaluate, words)
     assert json.loads(Path("metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
-    assert f"{folder}/metrics.json has scores of the training run, or of other pairs or settings" in caplog.text
+    kept = f"{folder}/metrics.json is kept: it holds scores of the training run, or of other pairs or settings."
+    assert f"The scores will be written to {Path('metrics.json').absolute()}. {kept}" in caplog.text
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="`output` must be given in a model's folder"):
         patch.chdir(folder)
         execute(evaluate, words)
