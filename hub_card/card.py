@@ -261,7 +261,6 @@ def write_model_card(
         config=config,
         metrics=metrics,
         state=trained.state,
-        best_metric=recipe.get("metric_for_best_model"),
         own_type=MetaphraseConfig.model_type,
         has_target_tokenizer=(trained.path / TARGET_SUBFOLDER).is_dir(),
         model_id=f'"{repo_id}"' if repo_id else '"path/to/this/folder"',

@@ -1,7 +1,6 @@
 """Encoder and decoder: initialization, embeddings, positions, masks, and the way through the layers."""
 
 import copy
-from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -72,10 +71,10 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     _is_resizing_head = False
     _tied_weights_keys = {}
     # Options of the last load of each name, for the target tokenizer of a pipeline. They are not saved with a model.
-    hub_options: ClassVar[dict[str, dict[str, Any]]] = {}
+    hub_options: dict[str, dict] = {}
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any):
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         cls.hub_options[str(pretrained_model_name_or_path)] = {name: kwargs.get(name) for name in ("revision", "token")}
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 def main(arguments: argparse.Namespace) -> None:
     check_dependents(arguments, source_column="file", target_column="file")
     if arguments.metrics is None:
-        # The members of an ensemble have the recipe of the first one.
         recipe = read_recipe(Path((members_of(arguments.model) or [arguments.model])[0])) or {}
         arguments.metrics = recipe.get("metrics") or list(DEFAULT_METRICS)
         arguments.bleu_tokenize = arguments.bleu_tokenize or recipe.get("bleu_tokenize")

@@ -195,9 +195,7 @@ def _cost_of(recipe: Recipe, data: Data, tokens: TokenProfile) -> StepCost:
 
 def free_memory() -> int:
     """Return the bytes that training may take, on the accelerator or else in main memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0]
-    return free_main_memory()
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_main_memory()
 
 
 # Names of a source and its target.
@@ -288,9 +286,5 @@ def choose_decoding(
 def _shown(options: dict[str, float]) -> str:
     if options["num_beams"] == 1:
         return "greedy search"
-    parts = [f"{options['num_beams']} beams"]
-    if options["length_penalty"] != 1:
-        parts.append(f"length penalty {options['length_penalty']}")
-    if "early_stopping" in options:
-        parts.append("early stopping")
-    return " and ".join(parts)
+    penalty = f" and length penalty {options['length_penalty']}" if options["length_penalty"] != 1 else ""
+    return f"{options['num_beams']} beams{penalty}{' and early stopping' if 'early_stopping' in options else ''}"

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import re
-import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -125,10 +124,9 @@ def _read_base(folder: Path, layers: Sequence[int] | None, field: str, files: co
     config = CONFIG_MAPPING[model_type].from_pretrained(folder)
     count = config.num_hidden_layers
     layers = range(count) if layers is None else layers
-    if not layers or not {*layers} <= {*range(count)}:
-        raise MetaphraseError(
-            f"`{field}` must be numbers of layers from 0 to {count - 1}, got {reprlib.repr([*layers])}."
-        )
+    unknown = sorted({*layers} - {*range(count)})[:3]
+    if unknown or not layers:
+        raise MetaphraseError(f"`{field}` must be numbers of layers from 0 to {count - 1}, got {unknown}.")
     return _Base(folder, config, WeightFiles(folder, files), layers)
 
 

@@ -165,8 +165,6 @@ class TorchWeights(WeightFiles):
     def __init__(self, folder: Path, names: list[str]):
         self.folder, tensors = folder, {}
         for path in (folder / name for name in names):
-            # A missing file has an error of its own.
-            path.stat()
             try:
                 # A file with anything but tensors is refused, and runs no code. Only files of torch 1.6 and later can be mapped.
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

@@ -16,10 +16,9 @@ def layer(word: str) -> int | None:
 
 
 def layers(word: str) -> list[int]:
-    """Parse numbers and ranges of layers."""
-    # Longer numbers would make lists that fill the memory.
-    is_valid = re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", word, re.ASCII)
-    check(is_valid, "numbers of layers, such as 0-5,8", word)
+    """Parse numbers and ranges of layers, of at most four digits: longer ones would make lists that fill the memory."""
+    part = r"\d{1,4}(-\d{1,4})?"
+    check(re.fullmatch(f"{part}(,{part})*", word, re.ASCII), "numbers of layers, such as 0-5,8", word)
     ends = [[*map(int, span.split("-"))] for span in word.split(",")]
     return [number for span in ends for number in range(span[0], span[-1] + 1)]
 

@@ -163,8 +163,8 @@ def test_an_adapted_model_learns(tokenizer, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"encoder_layers": [0, 4]}, r"`encoder_layers` must be numbers of layers from 0 to 3, got \[0, 4\]"),
-        ({"encoder_layers": range(9999)}, r"`encoder_layers` must be .*, got \[0, 1, 2, 3, 4, 5, \.\.\.\]\.$"),
+        ({"encoder_layers": [0, 4]}, r"`encoder_layers` must be numbers of layers from 0 to 3, got \[4\]\."),
+        ({"encoder_layers": range(9999)}, r"`encoder_layers` must be .*, got \[4, 5, 6\]\.$"),
         ({"decoder_layers": []}, r"`decoder_layers` must be numbers of layers .* got \[\]"),
         ({"cross_attention": "copy"}, "`cross_attention` must be one of copied, new, merged, got 'copy'"),
         ({"encoder": "gpt2"}, r"`model_type` must be one of llama, .*, got 'gpt2' for .*gpt2"),

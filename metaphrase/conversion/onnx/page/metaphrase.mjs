@@ -191,12 +191,11 @@ function checkOptions(options) {
   for (const [name, value] of Object.entries(options)) {
     // Ids are those of the tokenizer. Null sets nothing.
     if (value == null || /_ids?$|suppress_tokens$/.test(name)) continue;
-    const choices = CHOICES[name], [low, high] = RANGES[name] ?? [];
-    const isWhole = !name.endsWith("penalty");
-    const isInRange = value >= low && value <= high && (isWhole ? Number.isInteger(value) : Number.isFinite(value));
-    if (choices?.includes(value) || isInRange) continue;
-    const numbers = `a ${isWhole ? "whole " : ""}number from ${low} to ${high}`;
-    const rule = choices ? choices.join(", ") : low === undefined ? "an option of greedy search or beam search" : numbers;
+    const [low, high] = RANGES[name] ?? [], isWhole = !name.endsWith("penalty");
+    const isInRange = value >= low && value <= high && (isWhole ? Number.isInteger : Number.isFinite)(value);
+    if (CHOICES[name]?.includes(value) || isInRange) continue;
+    const numbers = RANGES[name] && `a ${isWhole ? "whole " : ""}number from ${low} to ${high}`;
+    const rule = CHOICES[name]?.join(", ") ?? numbers ?? "an option of greedy search or beam search";
     throw new RangeError(`\`${name}\` must be ${rule}, got ${value}.`);
   }
 }
