@@ -31,7 +31,7 @@ GENERATION_OPTIONS: dict[str, Option] = {
     "num_beams": Option(int, "beam size; 1 is greedy search or sampling", 1, _MAX_BEAMS),
     "length_penalty": Option(float, "exponent of the length that divides the score of a beam", -10, 10),
     "early_stopping": Option(
-        str, "stop at num_beams finished candidates, the default with --num_beams; false, never: compare scores, too"
+        str, "stop at num_beams finished candidates; never: when no better one is possible [true with --num_beams]"
     ),
     "do_sample": Option(bool, "sample instead of taking the most probable token"),
     # With smaller or larger values, scores of float32 overflow or become equal.
