@@ -149,9 +149,10 @@ def score_values(scores: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, st
 
 def with_interval(result: Mapping[str, Any]) -> str:
     """Return a score in percent with its 95 % interval, if the scores hold one."""
-    mean, half = (result.get(f"confidence_{name}") for name in ("mean", "var"))
-    interval = "" if mean is None else f" (95 % interval {mean - half:.2f} to {mean + half:.2f})"
-    return f"{result['score']:.2f}{interval}"
+    # Earlier versions had no interval in `metrics.json`, but sacreBLEU's center and half width.
+    mean, half = (result.get(f"confidence_{name}", 0.0) for name in ("mean", "var"))
+    low, high = result.get("confidence_interval", (mean - half, mean + half))
+    return f"{result['score']:.2f}" + (f" (95 % interval {low:.2f} to {high:.2f})" if "bs" in result else "")
 
 
 def plain(value: Any) -> str:
@@ -244,6 +245,7 @@ def write_model_card(
             (data_rows if is_of_data else hyperparameters).append((code(name), cell))
     for name, value in ((metrics or {}).get("data") or {}).items():
         parts = value.items() if isinstance(value, dict) else [(None, value)]
+        name = {"name": "data of the scores", "split": "split of the scores"}.get(name, name)
         data_rows += [(plain(name if part is None else f"{name}: {part}"), number(amount)) for part, amount in parts]
     card = ModelCard.from_template(
         _metadata(trained, stated, facts),

@@ -5,7 +5,7 @@ decoder, when the Auto classes or another import need them.
 """
 
 import importlib.abc
-import importlib.util
+import importlib.machinery
 import sys
 
 __version__ = "0.1.0"
@@ -34,8 +34,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != _CONFIGURATIONS:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         execute = spec.loader.exec_module
 
         def execute_and_announce(module) -> None:

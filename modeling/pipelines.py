@@ -58,7 +58,9 @@ class Text2TextGenerationPipeline(Pipeline):
             # A name on the Hub has no folder, but the source tokenizer has the mark.
             has_folder = os.path.isdir(os.path.join(folder, _TARGET_SUBFOLDER))
             if has_folder or _TARGET_SUBFOLDER in tokenizer.init_kwargs:
-                target_tokenizer = AutoTokenizer.from_pretrained(folder, subfolder=_TARGET_SUBFOLDER)
+                # transformers gives its pipelines neither revision nor token.
+                options = getattr(model, "hub_options", {}).get(folder, {})
+                target_tokenizer = AutoTokenizer.from_pretrained(folder, subfolder=_TARGET_SUBFOLDER, **options)
         self.target_tokenizer = target_tokenizer
         tasks = getattr(model.config, "task_specific_params", None) or {}
         options = dict(tasks.get(task) or {})

@@ -70,6 +70,13 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     supports_packing = False
     _is_resizing_head = False
     _tied_weights_keys = {}
+    # Options of the last load of each name, for the target tokenizer of a pipeline. They are not saved with a model.
+    hub_options: dict[str, dict] = {}
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        cls.hub_options[str(pretrained_model_name_or_path)] = {name: kwargs.get(name) for name in ("revision", "token")}
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @property
     def _supports_sdpa(self) -> bool:

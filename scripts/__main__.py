@@ -87,8 +87,9 @@ def run(subcommand: str, words: Sequence[str]) -> int:
             raise
         # Errors of the Hub and of configurations have many lines.
         text = str(error) if isinstance(error, ValueError | ImportError) else " ".join(str(error).split())
-        if isinstance(error, OSError) and error.filename is None and (output := getattr(arguments, "output", None)):
-            # A full disk has no name.
+        # A full disk has no name, neither from Python nor from safetensors.
+        is_of_disk = "(os error " in text or (isinstance(error, OSError) and error.errno and not error.filename)
+        if is_of_disk and (output := getattr(arguments, "output", getattr(arguments, "output_dir", None))):
             text += f" (output: {output})"
         print(f"metaphrase {subcommand}: error: {text}", file=sys.stderr)
         if is_verbose:

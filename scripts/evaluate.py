@@ -13,8 +13,8 @@ from transformers import set_seed
 from metaphrase.data.pairs import DataReport, column_texts, load_pairs
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.evaluate import evaluate_generator, generation_settings
-from metaphrase.evaluation.metrics import metric_options, metrics_path, write_metrics
-from metaphrase.hub_card.card import with_interval
+from metaphrase.evaluation.metrics import DEFAULT_METRICS, metric_options, metrics_path, write_metrics
+from metaphrase.hub_card.card import read_recipe, with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import check_source_length
 from metaphrase.inference.line_files import OutputFile, as_lines, check_files
@@ -25,7 +25,7 @@ from metaphrase.scripts.parsers import (
     chosen_loading_options,
     given_options,
 )
-from metaphrase.storage.folders import check_writable, read_fields
+from metaphrase.storage.folders import check_writable, members_of, read_fields
 from metaphrase.tokenization import join_pieces
 from metaphrase.tokenization.tokenizer_trainer import find_joiner
 
@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: argparse.Namespace) -> None:
     check_dependents(arguments, source_column="file", target_column="file")
+    if arguments.metrics is None:
+        recipe = read_recipe(Path((members_of(arguments.model) or [arguments.model])[0])) or {}
+        arguments.metrics = recipe.get("metrics") or list(DEFAULT_METRICS)
+        arguments.bleu_tokenize = arguments.bleu_tokenize or recipe.get("bleu_tokenize")
     score_options = metric_options(arguments.metrics, arguments.bleu_tokenize, arguments.lowercase)
     generation_options, report = chosen_generation_options(arguments), DataReport()
     names = ("file", "source_column", "target_column", "source_prefix", "malformed", "invalid_utf8")
@@ -123,9 +127,9 @@ def choose_output(arguments: argparse.Namespace, measured: dict[str, dict]) -> P
         if earlier is None or all(earlier.get(name) == value for name, value in measured.items()):
             return path
         logger.warning(
-            "%s has scores of the training run, or of other pairs or settings, and is kept. These scores go to metrics.json in "
-            "this folder. Set --output for another file.",
-            path,
+            "The scores will be written to %s. %s is kept: it holds scores of the training run, or of other pairs or settings. "
+            "Set --output for another file.",
+            *(Path("metrics.json").absolute(), path),
         )
     if Path("config.json").exists():
         raise MetaphraseError(

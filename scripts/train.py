@@ -132,6 +132,7 @@ def main(arguments: argparse.Namespace) -> None:
             "Give a file: metaphrase train pairs.tsv. See metaphrase train --help for recipes and other data."
         )
     recipe = read_recipe(arguments)
+    arguments.output_dir = recipe.output_dir
     started = psutil.Process().create_time()
     if arguments.num_seeds == 1:
         train(recipe, arguments.dry_run, started)

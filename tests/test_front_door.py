@@ -35,10 +35,12 @@ def test_fast_code_is_plugged_into_the_network():
 
 
 def test_transformers_loads_the_models_when_it_looks_them_up():
+    # Programs that only look a module up must leave the import as it was.
     code = """
 import metaphrase, sys
 print(*sys.modules)
-import transformers
+import importlib.util, transformers
+assert importlib.util.find_spec("transformers.models.auto.configuration_auto")
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 assert "metaphrase" in CONFIG_MAPPING and "metaphrase" in CONFIG_MAPPING.keys()
 print("metaphrase.modeling" in sys.modules)

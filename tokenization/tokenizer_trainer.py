@@ -276,7 +276,7 @@ def _split_texts(texts: Iterable[str], settings: TokenizerSettings) -> Iterator[
     if num_cut:
         logger.warning("Words of more than %d characters were cut to train the vocabulary: %d.", _LONGEST_WORD, num_cut)
     if not has_visible_text:
-        raise MetaphraseError("`texts` must hold at least one character that is not white space, got none.")
+        raise MetaphraseError("`texts` must not all be blank, as all sources or all targets of these pairs are.")
 
 
 def _order_pieces(entries: list[tuple[str, float]], room: int) -> list[tuple[str, float]]:

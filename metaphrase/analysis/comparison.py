@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 from sacrebleu.metrics import BLEU
+from sacrebleu.significance import PairedTest
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.evaluation.metrics import METRICS, NUM_BOOTSTRAP_SAMPLES, Ratio, SegmentStatistics, bootstrap
+from metaphrase.evaluation.metrics import METRICS, NUM_BOOTSTRAP_SAMPLES, Ratio, SegmentStatistics
 
 NUM_RANDOMIZATION_TRIALS = 10_000
 # All resamples or trials of a test are in memory at once.
@@ -162,9 +163,16 @@ def _test(segments: Mapping[str, Systems], num_resamples: int, num_trials: int) 
     for name, systems in segments.items():
         first = next(iter(systems.values()))
         _check_memory("paired_bs_n", num_resamples, len(first.rows), 4 * (len(first.rows[0]) + 2))
-        results, seed = bootstrap(systems, num_resamples)
+        scorer = copy.copy(first.scorer)
+        # The test gets statistics in place of outputs, and need not compute them again.
+        scorer._extract_corpus_statistics = lambda statistics, _: statistics
+        outputs = [(system, statistics.rows) for system, statistics in systems.items()]
+        signatures, columns = PairedTest(outputs, {"score": scorer}, None, "bs", num_resamples)()
+        [(label, signature)] = signatures.items()
+        results, seed = columns[label], signature.info["seed"]
         rows = [
             {"system": system, "score": float(result.score), "mean": float(result.mean), "ci": float(result.ci)}
+            | {"interval": systems[system].confidence(num_resamples)["confidence_interval"]}
             for system, result in zip(systems, results, strict=True)
         ]
         tests = zip(rows[1:], results[1:], _randomization(systems, num_trials, seed), strict=True)

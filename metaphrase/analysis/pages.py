@@ -100,7 +100,7 @@ def score_rows(report: dict[str, Any]) -> list[Row]:
     for name, part in report["scores"].items():
         label = label_of(name) + (" (lower is better)" if name in report["lower_is_better"] else "")
         for row in part["systems"]:
-            interval = " to ".join(show_score(name, row["mean"] + sign * row["ci"]) for sign in (-1, 1))
+            interval = " to ".join(show_score(name, limit) for limit in row["interval"])
             tests = ["baseline", "", ""]
             if "difference" in row:
                 sign = "+" if row["difference"] >= 0 else ""

@@ -321,7 +321,8 @@ class Augmenter:
                 source, target = map(self._outside_tokens, replace, (source, target))
         case, has_missing, has_typos, has_terms = (random.random() for _ in range(4))
         if case < rates["uppercase"] + rates["titlecase"]:
-            change = str.upper if case < rates["uppercase"] else _capitalize
+            capitalize = partial(re.sub, r"\S+", lambda word: word[0][:1].upper() + word[0][1:])
+            change = str.upper if case < rates["uppercase"] else capitalize
             source, target = (self._outside_tokens(change, text) for text in (source, target))
         if has_missing < rates["missing_punctuation"]:
             bare = [text.rstrip().rstrip(_END_PUNCTUATION) for text in (source, target)]
@@ -358,10 +359,6 @@ class Augmenter:
 
     def augment(self, pairs: datasets.Dataset) -> "AugmentedPairs":
         return AugmentedPairs(pairs, self)
-
-
-def _capitalize(text: str) -> str:
-    return re.sub(r"\S+", lambda word: word[0][:1].upper() + word[0][1:], text)
 
 
 def _misspell(text: str, random: Random) -> str:

@@ -324,9 +324,5 @@ def choose_decoding(
 def _shown(options: dict[str, float]) -> str:
     if options["num_beams"] == 1:
         return "greedy search"
-    parts = [f"{options['num_beams']} beams"]
-    if options["length_penalty"] != 1:
-        parts.append(f"length penalty {options['length_penalty']}")
-    if "early_stopping" in options:
-        parts.append("early stopping")
-    return " and ".join(parts)
+    penalty = f" and length penalty {options['length_penalty']}" if options["length_penalty"] != 1 else ""
+    return f"{options['num_beams']} beams{penalty}{' and early stopping' if 'early_stopping' in options else ''}"

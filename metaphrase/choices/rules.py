@@ -254,7 +254,7 @@ def choose_updates(
     reason = f"{epochs:.0f} epochs{ending}"
     if share < 1:
         shown = f"about {100 * share:.0f} %" if share > 0.01 else "less than 1 %"
-        reason = f"{reason}; {shown} of them fit into the time"
+        reason = f"{reason}; {shown} of them fit into the time, in which the learning rate falls to its end"
     elif step_seconds:
         seconds = updates * step_seconds
         shown = f"{seconds / 60:,.0f} minutes" if seconds < 5400 else f"{seconds / 3600:,.1f} hours"

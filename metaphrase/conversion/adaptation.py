@@ -124,8 +124,8 @@ def _read_base(folder: Path, layers: Sequence[int] | None, field: str, files: co
     config = CONFIG_MAPPING[model_type].from_pretrained(folder)
     count = config.num_hidden_layers
     layers = range(count) if layers is None else layers
-    if not layers or not {*layers} <= {*range(count)}:
-        raise MetaphraseError(f"`{field}` must be numbers of layers from 0 to {count - 1}, got {[*layers]}.")
+    if (unknown := sorted({*layers} - {*range(count)})[:3]) or not layers:
+        raise MetaphraseError(f"`{field}` must be numbers of layers from 0 to {count - 1}, got {unknown}.")
     return _Base(folder, config, WeightFiles(folder, files), layers)
 
 

@@ -1,6 +1,6 @@
 """Scores of a corpus: BLEU, chrF, TER, ROUGE, exact match, WER and CER, with intervals by sacreBLEU."""
 
-import copy
+import bisect
 import json
 import os
 import unicodedata
@@ -16,7 +16,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Score, Signature
-from sacrebleu.significance import PairedTest, Result
+from sacrebleu.significance import _bootstrap_resample
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import file_in_one_step
@@ -68,21 +68,35 @@ class SegmentStatistics:
         rows = self.rows if indices is None else [self.rows[index] for index in indices]
         return float(self.scorer._aggregate_and_compute(rows).score)
 
+    def confidence(self, num_samples: int) -> dict[str, Any]:
+        """Return the 95 % interval of a score, for JSON.
 
-def bootstrap(systems: Mapping[str, SegmentStatistics], num_samples: int) -> tuple[list[Result], str]:
-    """Test each system against the first one by the paired bootstrap of sacreBLEU, and find the interval of each.
+        `confidence_interval` has percentiles of the bootstrap. For a share of right answers it has exact limits, since a corpus
+        without mistakes has no other resample. `confidence_mean` and `confidence_var` are sacreBLEU's mean and half width.
+        """
+        seed, results = _bootstrap_resample(self.rows, self.scorer, num_samples)
+        values = np.sort([result.score for result in results])
+        low, high = values[num_samples // 40], values[-1 - num_samples // 40]
+        fields = {"confidence_mean": float(values.mean()), "confidence_var": float(high - low) / 2}
+        if (matches := self.details.get("matches")) is not None:
+            total = len(self.rows)
+            low, high = 100 * _lower_limit(matches, total), 100 - 100 * _lower_limit(total - matches, total)
+        return fields | {"confidence_interval": [float(low), float(high)], "bs": num_samples, "seed": seed}
 
-    Returns:
-        A result for each system, and the seed: 12345, or the environment variable `SACREBLEU_SEED`.
+
+def _lower_limit(matches: int, total: int) -> float:
+    """Return the share, to six digits, with which so many matches or more have a probability of 2.5 %.
+
+    Source: Clopper and Pearson 1934, https://doi.org/10.1093/biomet/26.4.404.
     """
-    scorer = copy.copy(next(iter(systems.values())).scorer)
-    # The test gets statistics in place of outputs, and need not compute them again.
-    scorer._extract_corpus_statistics = lambda statistics, _: statistics
-    # Products of floats are fast. The sums are the same: all counts are whole numbers below 2**53.
-    rows = [(name, np.asarray(segments.rows, dtype=np.float64)) for name, segments in systems.items()]
-    signatures, results = PairedTest(rows, {"score": scorer}, None, "bs", num_samples)()
-    [(name, signature)] = signatures.items()
-    return results[name], signature.info["seed"]
+    counts = np.arange(1, total + 1)
+    ways = np.cumsum(np.log((total - counts + 1) / counts))
+
+    def tail(millionths: int) -> float:
+        logarithms = ways + counts * np.log(millionths / 1e6) + (total - counts) * np.log1p(-millionths / 1e6)
+        return float(np.exp(logarithms)[matches - 1 :].sum())
+
+    return bisect.bisect(range(1, 10**6), 0.025, key=tail) / 1e6 if matches else 0.0
 
 
 _SACREBLEU_DETAILS = ("precisions", "counts", "totals", "bp", "sys_len", "ref_len", "num_edits", "ref_length")
@@ -258,9 +272,8 @@ def compute_metrics(
         references: One text, or a list of texts, for each example.
         names: Keys of `METRICS`.
         options: Keyword arguments of a score by its name: `{"bleu": {"tokenize": "none"}}`.
-        num_bootstrap_samples: Resamples for the 95 % interval of each score, under sacreBLEU's names: `confidence_mean` is the
-            mean over the resamples, and `confidence_var` half of the width. There is no interval for 0 resamples, or if they
-            need more than `MAX_RESAMPLED_BYTES`.
+        num_bootstrap_samples: Resamples for the 95 % interval of each score, see `SegmentStatistics.confidence`. There is no
+            interval for 0 resamples, or if they need more than `MAX_RESAMPLED_BYTES`.
 
     Raises:
         MetaphraseError: If a name is unknown, or the corpora are empty or differ in length.
@@ -277,9 +290,7 @@ def compute_metrics(
         results[name] = {"score": segments.score(), **segments.details, "signature": segments.signature}
         num_values = num_bootstrap_samples * len(segments.rows) * (len(segments.rows[0]) + 2)
         if num_bootstrap_samples > 1 and 4 * num_values <= MAX_RESAMPLED_BYTES:
-            [interval], seed = bootstrap({"": segments}, num_bootstrap_samples)
-            results[name] |= {"confidence_mean": float(interval.mean), "confidence_var": float(interval.ci)}
-            results[name] |= {"bs": num_bootstrap_samples, "seed": seed}
+            results[name] |= segments.confidence(num_bootstrap_samples)
     return results
 
 

@@ -292,6 +292,7 @@ class Generator(TextStream):
         source_lang: str | None = None,
         target_lang: str | None = None,
         use_vmap: bool = False,
+        early_stopping: bool | None = None,
         **kwargs,
     ) -> "Generator":
         """Load model and tokenizers from a folder or from the Hub.
@@ -310,6 +311,7 @@ class Generator(TextStream):
                 default is the tokenizer's.
             target_lang: Language code of the targets. The default is that of the model's generation config.
             use_vmap: True to use the vocabulary map of the model, `vmap.txt`.
+            early_stopping: The option of `generate()`, for calls and models that do not set it.
 
         Raises:
             MetaphraseError: If a language or the engine is unknown, the engine cannot run the model, or the models cannot form an
@@ -343,6 +345,8 @@ class Generator(TextStream):
                     options = {"engine": engine, "device": device, "dtype": dtype, **loading}
                     model, choice = load_engine(name, tokenizers, kwargs.get("vocabulary_map"), **options)
             model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
+            if early_stopping is not None and model.generation_config.early_stopping is None:
+                model.generation_config.early_stopping = early_stopping
             parts.append((model, tokenizers))
         first, *rest = parts
         if rest:

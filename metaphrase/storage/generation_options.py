@@ -21,7 +21,7 @@ class Option(NamedTuple):
 
 
 # A larger length or beam would fill the memory.
-_MAX_LENGTH, _MAX_BEAMS = 2**20, 10_000
+_MAX_LENGTH, _MAX_BEAMS, _MAX_LAYERS = 2**20, 10_000, 1000
 _LAST_ID = 2**31 - 1
 GENERATION_OPTIONS: dict[str, Option] = {
     "max_length": Option(int, "maximum tokens of a target", 0, _MAX_LENGTH),
@@ -31,7 +31,7 @@ GENERATION_OPTIONS: dict[str, Option] = {
     "num_beams": Option(int, "beam size; 1 is greedy search or sampling", 1, _MAX_BEAMS),
     "length_penalty": Option(float, "exponent of the length that divides the score of a beam", -10, 10),
     "early_stopping": Option(
-        str, "stop a sentence at num_beams finished candidates; never: stop when no better candidate is possible"
+        str, "stop at num_beams finished candidates; never: when no better one is possible [true with --num_beams]"
     ),
     "do_sample": Option(bool, "sample instead of taking the most probable token"),
     # With smaller or larger values, scores of float32 overflow or become equal.
@@ -62,7 +62,9 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
     Options that this file does not describe, ids and None are not checked. `where` is the origin of the options, for the error.
     """
     for name, value in options.items():
-        option = GENERATION_OPTIONS.get(name)
+        # Of other settings, only numbers of layers are checked: a network of a million of them would never be built.
+        is_depth = name.endswith("_layers") and type(value) is int
+        option = Option(int, "layers", 0, _MAX_LAYERS) if is_depth else GENERATION_OPTIONS.get(name)
         if option is None or value is None or name.endswith("_token_id"):
             continue
         if option.low is None:

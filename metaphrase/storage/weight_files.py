@@ -51,9 +51,10 @@ def weight_names(folder: Path, single: str = SAFE_WEIGHTS_NAME, index: str = SAF
     weight_map = (read_fields(path) or {}).get("weight_map")
     names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
     # transformers would open a pickle, or a file of another folder.
-    suffix = Path(single).suffix
-    if not names or any(Path(name).name != name or Path(name).suffix != suffix for name in names):
-        raise MetaphraseError(f"{path} must name {suffix} files beside it, got {listed(names) or 'none'}.")
+    suffix, beside = Path(single).suffix, {file.name for file in folder.iterdir()}
+    wrong = [name for name in names if name not in beside or Path(name).suffix != suffix]
+    if not names or wrong:
+        raise MetaphraseError(f"{path} must name {suffix} files beside it, got {listed(wrong) or 'none'}.")
     return names
 
 

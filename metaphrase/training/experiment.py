@@ -193,7 +193,7 @@ class Experiment:
         choose = needed_plugin("choose_decoding", "choose_decoding")
         texts = self.corpus.splits[self.corpus.scored_split()]
         values, reason = choose(generator, sample, self.deadline, len(texts))
-        logger.info("%s: %s", ", ".join(f"{name} {value}" for name, value in values.items()), reason)
+        logger.info("Chosen to decode: %s (%s)", ", ".join(f"{name} {value}" for name, value in values.items()), reason)
         config = generator.model.generation_config
         for name, value in values.items():
             setattr(config, name, value)

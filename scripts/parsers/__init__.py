@@ -140,8 +140,9 @@ def parse(subcommand: str, words: Sequence[str]) -> argparse.Namespace:
 
 
 def chosen_loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return arguments of `Generator.from_pretrained`."""
-    return given_options(arguments, (*options.LANGUAGES, *options.LOADING, *options.ENGINE))
+    """Return arguments of `Generator.from_pretrained`. Beams stop early, as in fairseq and Marian, if the user asks for beams."""
+    loading = given_options(arguments, (*options.LANGUAGES, *options.LOADING, *options.ENGINE))
+    return loading | ({"early_stopping": True} if (getattr(arguments, "num_beams", None) or 1) > 1 else {})
 
 
 def chosen_generation_options(arguments: argparse.Namespace) -> dict[str, Any]:

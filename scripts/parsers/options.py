@@ -195,7 +195,7 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     add("--output", type=path, help="file to write, or folder for metrics.json [metrics.json beside the model]")
     add("--predictions", type=path, help="file to write the decoded targets to")
     add_loaded_model(parser)
-    add_shared(parser, "metrics")
+    add("--metrics", metavar="NAME", nargs="+", help=f"{_METRICS} [those of the model's recipe, or else bleu chrf]")
     group = parser.add_argument_group("pairs and scores")
     add_shared(group, *COLUMNS)
     add, kinds = group.add_argument, ("error", "skip")

@@ -16,8 +16,9 @@ def layer(word: str) -> int | None:
 
 
 def layers(word: str) -> list[int]:
-    """Parse numbers and ranges of layers."""
-    check(re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", word, re.ASCII), "numbers of layers, such as 0-5,8", word)
+    """Parse numbers and ranges of layers, of at most four digits: longer ones would make lists that fill the memory."""
+    part = r"\d{1,4}(-\d{1,4})?"
+    check(re.fullmatch(f"{part}(,{part})*", word, re.ASCII), "numbers of layers, such as 0-5,8", word)
     ends = [[*map(int, span.split("-"))] for span in word.split(",")]
     return [number for span in ends for number in range(span[0], span[-1] + 1)]
 
@@ -50,7 +51,7 @@ def tokenize(parser: argparse.ArgumentParser) -> None:
 
 
 def filter(parser: argparse.ArgumentParser) -> None:
-    """Drop pairs that are noise, and report how many fell by which rule."""
+    """Drop pairs that are noise, and count the dropped pairs of each rule."""
     parser.usage = "%(prog)s [file] --output FILE [option ...]"
     add = parser.add_argument
     text = "pairs in one .tsv, .csv, .jsonl, .json or .parquet file, or with .gz after it"

@@ -63,6 +63,8 @@ def test_figures_are_those_of_sacrebleu_to_the_last_digit(name, texts, report, m
             assert (row["score"], row.get(key)) == (result.score, result.p_value)
             if kind == "bs":
                 assert (row["mean"], row["ci"]) == (result.mean, result.ci)
+                low, high = row["interval"]
+                assert high - low == pytest.approx(2 * result.ci) and low <= result.mean <= high
     scorer = scorer_class(**options | ({"effective_order": True} if name == "bleu" else {}))
     pairs = zip(texts.outputs["A"], zip(texts.references), strict=True)
     assert report["sentence_scores"][name]["A"] == [scorer.sentence_score(*pair).score for pair in pairs]
@@ -112,6 +114,7 @@ def test_a_mean_of_external_scores_is_tested_by_the_same_bootstrap(texts):
     means = np.sort(np.array(values["B"])[draws].mean(axis=1))
     assert (first["score"], second["difference"]) == (pytest.approx(0.575), pytest.approx(0.05))
     assert second["mean"] == pytest.approx(means.mean()) and second["ci"] == pytest.approx((means[-13] - means[12]) / 2)
+    assert second["interval"] == pytest.approx((means[12], means[-13]))
     assert report["sorted_by"] == "COMET" and report["sentence_scores"]["COMET"] == values
     reverse = compare(few, segments, lower_is_better=["COMET"], num_bootstrap_samples=2, num_randomization_trials=2)
     for compared, better, worse in ((report, [1, 2, 4], [3]), (reverse, [3], [1, 2, 4])):
@@ -155,6 +158,17 @@ def test_a_test_that_memory_does_not_hold_is_refused(texts):
             compare(texts, segments, **{name: count})
 
 
+@pytest.mark.parametrize(
+    ("matches", "total", "interval"),
+    # Clopper-Pearson limits; those of 0 and n matches are 1 - 0.025 ** (1 / n) and 0.025 ** (1 / n).
+    [(150, 150, (97.5707, 100)), (0, 150, (0, 2.4293)), (9, 10, (55.4984, 99.7471)), (75, 150, (41.7357, 58.2643))],
+)
+def test_interval_of_exact_match_is_exact(matches, total, interval):
+    outputs = ["a"] * matches + ["b"] * (total - matches)
+    [result] = compute_metrics(outputs, ["a"] * total, ["exact_match"], num_bootstrap_samples=10).values()
+    assert result["confidence_interval"] == pytest.approx(interval, abs=2e-4)
+
+
 def test_interval_of_evaluate_is_sacrebleus_and_stays_small(texts):
     outputs = texts.outputs["A"]
     results = compute_metrics(outputs, texts.references, ["bleu", "exact_match"], num_bootstrap_samples=100)
@@ -162,6 +176,8 @@ def test_interval_of_evaluate_is_sacrebleus_and_stays_small(texts):
     assert results["bleu"]["confidence_mean"] == pytest.approx(expected._mean, rel=1e-12)
     assert results["bleu"]["confidence_var"] == expected._ci > 0 < results["exact_match"]["confidence_var"]
     assert (results["bleu"]["bs"], results["bleu"]["seed"]) == (100, "12345")
+    low, high = results["bleu"]["confidence_interval"]
+    assert high - low == pytest.approx(2 * expected._ci) and low < results["bleu"]["score"] < high
     for count in (MAX_RESAMPLED_BYTES // (4 * 120 * 4) + 1, 1):
         result = compute_metrics(outputs, texts.references, ["exact_match"], num_bootstrap_samples=count)["exact_match"]
         assert not {"confidence_mean", "bs"} & result.keys()

@@ -158,6 +158,7 @@ def test_little_time_means_a_small_network():
     recipe, reasons = chosen_from_tokens("29,000 sentences", lambda size: StepCost(size.width**2 / 1e5), 60.0)
     assert recipe.model["hidden_size"] == 128
     assert "the time allows no larger network for" in reasons and "% of them fit into the time" in reasons
+    assert "in which the learning rate falls to its end" in reasons
     unlimited, _ = chosen_from_tokens("29,000 sentences")
     assert unlimited.model["hidden_size"] == 256 and unlimited.max_steps == recipe.max_steps
 

@@ -145,6 +145,8 @@ def test_an_adapted_model_learns(tokenizer, tmp_path, capsys):
     save_base(tmp_path / "base", theirs, Qwen2Config(**SIZES | {"pad_token_id": None, "bos_token_id": None}), None)
     (tmp_path / "base/LICENSE.txt").write_text("Free", encoding="utf-8")
     folders = [str(tmp_path / "base"), str(tmp_path / "ours")]
+    assert run("adapt", [*folders, "--encoder_layers", "0-99999999999"]) == 2
+    assert "`encoder_layers` must be numbers of layers, such as 0-5,8" in capsys.readouterr().err
     assert run("adapt", [*folders, "--encoder_layers", "0-1", "--dropout", "0"]) == 0
     assert (tmp_path / "ours/LICENSE.txt").read_text(encoding="utf-8") == "Free"
     assert load(folders[1]).config.dropout == 0
@@ -161,7 +163,8 @@ def test_an_adapted_model_learns(tokenizer, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"encoder_layers": [0, 4]}, r"`encoder_layers` must be numbers of layers from 0 to 3, got \[0, 4\]"),
+        ({"encoder_layers": [0, 4]}, r"`encoder_layers` must be numbers of layers from 0 to 3, got \[4\]\."),
+        ({"encoder_layers": range(9999)}, r"`encoder_layers` must be .*, got \[4, 5, 6\]\.$"),
         ({"decoder_layers": []}, r"`decoder_layers` must be numbers of layers .* got \[\]"),
         ({"cross_attention": "copy"}, "`cross_attention` must be one of copied, new, merged, got 'copy'"),
         ({"encoder": "gpt2"}, r"`model_type` must be one of llama, .*, got 'gpt2' for .*gpt2"),

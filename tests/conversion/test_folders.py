@@ -313,16 +313,24 @@ def test_a_pickle_runs_no_code(bart, tmp_path):
     source, opened = shutil.copytree(folder, tmp_path / "theirs"), tmp_path / "opened"
     (source / "model.safetensors").unlink()
     hostile = f"cos\nsystem\n(S'touch {opened}'\ntR.".encode()
-    for content in (hostile, pickle.dumps({"weight": Path("other")}), b"", torch_bytes(["no names"])):
+    legacy, weight = torch_bytes({"weight": torch.ones(9)}, _use_new_zipfile_serialization=False), torch.ones(2)
+    wrong = (["no names"], {}, {1: weight}, {"weight": weight.to_sparse()}, {"weight": weight.to("meta")})
+    damaged = [
+        legacy[:1],
+        legacy[:-300],
+        legacy.replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_\xff2"),
+        b"ustar" + bytes(600),
+    ]
+    for content in (hostile, pickle.dumps({"weight": Path("other")}), b"", *damaged, *map(torch_bytes, wrong)):
         (source / "pytorch_model.bin").write_bytes(content)
         with pytest.raises(ValueError, match=r"pytorch_model\.bin must be a whole file of named tensors"):
             convert(source, tmp_path / "ours")
     assert not opened.exists() and not (tmp_path / "ours").exists()
 
 
-def torch_bytes(value):
+def torch_bytes(value, **options):
     stream = io.BytesIO()
-    torch.save(value, stream)
+    torch.save(value, stream, **options)
     return stream.getvalue()
 
 

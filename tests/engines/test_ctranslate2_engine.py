@@ -284,7 +284,7 @@ def test_evaluation_by_command_line_is_without_a_loss(folders, files, tmp_path):
     words = ["--source", files[0], "--target", files[1], "--output", str(output), "--num_beams", "3"]
     results = []
     for more in ([], ["--engine", "ctranslate2", "--dtype", "float32"]):
-        execute(evaluate, [str(folders[True][0]), "--device", "cpu", "--early_stopping", *words, *more])
+        execute(evaluate, [str(folders[True][0]), "--device", "cpu", *words, *more])
         results.append(json.loads(output.read_text(encoding="utf-8")))
     ours, theirs = results
     assert ours["loss"] > 0 and "loss" not in theirs

@@ -130,7 +130,7 @@ def test_sections_of_a_full_folder(full_folder):
     assert "| sizes: train | 29,000 |" in section(card, "Training data")
     procedure = section(card, "Training procedure")
     assert "30 optimizer steps, 3 epochs" in procedure
-    assert "The best step by the validation metric was 20, with 9." in procedure
+    assert "The best score of the validation pairs was 9, at optimizer step\n20." in procedure
     assert "| `learning_rate` | `0.005` |" in procedure and "| `max_tokens_per_batch` | `8192` |" in procedure
     assert "| `note` | `` pipe \\| and `tick` `` |" in procedure
     assert "train_file" not in procedure and "source_language" not in procedure
@@ -238,7 +238,7 @@ def test_languages_decide_the_task_and_enter_the_metadata_only_as_codes(empty_fo
     assert "Source language: Old Norse (no ISO 639 code" in named.text
     assert "for text, trained to translate from Old Norse to no.\n" in named.text
     unknown = ModelCard.load(write_model_card(empty_folder, Facts(task="translation")))
-    assert "for text, trained to turn one text into another. Its files" in unknown.text and "None" not in unknown.text
+    assert "for text, trained to turn one text into another." in unknown.text and "None" not in unknown.text
 
 
 def test_card_reads_a_recipe_as_a_run_does(empty_folder):
@@ -332,6 +332,7 @@ def test_scored_pairs_of_the_training_file_are_said_to_be_taken_out_of_it(full_f
     (full_folder / "metrics.json").write_text(json.dumps({**METRICS, "num_examples": 50, "data": data}))
     text = write_model_card(full_folder).read_text(encoding="utf-8")
     assert "- Measured on: 50 pairs taken out of pairs.tsv before training\n" in text
+    assert "| data of the scores | `pairs.tsv` |\n| split of the scores | `validation` |" in text
     assert "The scores were measured on 50 pairs taken out of pairs.tsv before training." in text
 
 
@@ -361,7 +362,14 @@ def test_scores_have_their_intervals_and_those_of_tasks(full_folder):
     assert "| BLEU | 41.02 (95 % interval 40.25 to 42.75) |" in text
     assert "| ROUGE-1 | 50.00 |" in text and "| ROUGE-L | 50.00 (95 % interval 40.25 to 42.75) |" in text
     assert "| WER (lower is better) | 33.30 |" in text and "| sum\\_up | ROUGE-L | 7.00 | 2,000 |" in text
-    assert text.count("Intervals are those of sacreBLEU's bootstrap with 1,000 resamples of the test set.") == 1
+    assert text.count("Intervals are percentiles of sacreBLEU's bootstrap with 1,000 resamples of the test set.") == 1
+    exact = {"score": 100.0, "confidence_interval": [97.57, 100.0], "bs": 1000}
+    (full_folder / "metrics.json").write_text(json.dumps(METRICS | {"scores": {"exact_match": exact}}))
+    text = ModelCard.load(write_model_card(full_folder)).text
+    assert (
+        "| 100.00 (95 % interval 97.57 to 100.00) |" in text
+        and "that of exact match is exact (Clopper-Pearson)." in text
+    )
 
 
 @pytest.fixture

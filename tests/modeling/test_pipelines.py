@@ -7,11 +7,12 @@ import pytest
 from converted_models import bart_like, draw
 from datasets import Dataset
 from hub_copies import report_without_package
+from huggingface_hub import constants
 from pipeline_models import CLASSES, NAMES, family_model, texts_of
-from tiny_generator import SOURCES, tiny_pair
+from tiny_generator import SOURCES, save_generator, tiny_pair
 from tiny_languages import CODES, MAKERS
 from tiny_models import tiny_model
-from transformers import GenerationConfig, PreTrainedTokenizerFast, pipeline
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.pt_utils import KeyDataset
 
@@ -165,6 +166,32 @@ def test_languages_are_marked_and_written(name, tmp_path):
             made("the cat", tgt_lang=code)
     with pytest.raises(ValueError, match="tgt_lang"):
         pipeline("translation", model=str(tmp_path / "ours"), src_lang=english)("the cat")
+
+
+def test_target_tokenizer_is_that_of_the_revision(generators, tmp_path, monkeypatch):
+    """In the cache of the Hub, `main` has another target tokenizer than the revision that the pipeline asks for."""
+    repository, pinned, main = tmp_path / "models--somebody--tiny", "b" * 40, "a" * 40
+    for commit in (pinned, main):
+        folder = save_generator(generators[False], repository / "snapshots" / commit)
+        # The cache notes which files a repository lacks.
+        missing = repository / ".no_exist" / commit / "target_tokenizer" / "config.json"
+        missing.parent.mkdir(parents=True)
+        missing.touch()
+    generators[False].tokenizers.source.save_pretrained(folder / "target_tokenizer")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(main)
+    calls, load = [], AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda *_, **options: calls.append(options) or load(*_, **options)
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    made = pipeline("translation", model="somebody/tiny", revision=pinned, token="hf_of_somebody")
+    assert made.target_tokenizer.get_vocab() == generators[False].tokenizers.target.get_vocab()
+    assert [call["token"] for call in calls] == ["hf_of_somebody"] * 2
+    # The token stays out of what is saved and pickled.
+    assert "hf_of_somebody" not in str(vars(made.model.config)) + str(made.model.__dict__)
+    latest = pipeline("translation", model="somebody/tiny")
+    assert latest.target_tokenizer.get_vocab() == made.tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("joint", [True, False])

@@ -76,8 +76,8 @@ PLAIN = [
     ("genrate", "got 'genrate'. Did you mean 'generate'?"),
 ]
 LATE = [
-    ("train none.tsv", "`train_file` must be a file that exists, got none.tsv."),
-    ("train full none.de", "`train_target_file` must be a file that exists, got none.de."),
+    ("train none.tsv", "`train_file` must be a file, got none.tsv: no such file."),
+    ("train full none.de", "`train_target_file` must be a file, got none.de: no such file."),
     ("train demo --num-train-epochss 3", "got `num_train_epochss` in the command line. Did you mean"),
     ("train --dry_run demo --resume demo", "unrecognized arguments: demo"),
     ("train", "Give a file: metaphrase train pairs.tsv."),

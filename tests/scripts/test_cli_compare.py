@@ -38,7 +38,7 @@ def test_figures_are_those_of_the_command_sacrebleu(systems, tmp_path, capsys):
             assert number == 0 or mine["p_randomization"] >= row[label]["p_value"]
     text = capsys.readouterr().out
     row, other = scores["chrf"]["systems"]
-    interval = f"{row['mean'] - row['ci']:.2f} to {row['mean'] + row['ci']:.2f}"
+    interval = "{:.2f} to {:.2f}".format(*row["interval"])
     assert re.search(rf"^chrF +a.txt +{row['score']:.2f} +{interval} +baseline$", text, re.MULTILINE)
     assert re.search(rf"^ +b.txt +{other['score']:.2f} .* \+{other['difference']:.2f}  ", text, re.MULTILINE)
     assert "TER (lower is better)  a.txt" in text and f"chrF: {scores['chrf']['signature']}" in text

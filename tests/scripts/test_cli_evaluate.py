@@ -28,11 +28,30 @@ def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path, capl
     shown = result["scores"]["bleu"]
     expected = BLEU().corpus_score(targets_of(SOURCES, num_beams=2), [TARGETS], n_bootstrap=1000)
     assert (shown["confidence_var"], shown["bs"], shown["seed"]) == (expected._ci, 1000, "12345")
-    limits = [shown["confidence_mean"] + sign * shown["confidence_var"] for sign in (-1, 1)]
+    limits = shown["confidence_interval"]
     assert f"bleu: {shown['score']:.2f} (95 % interval {limits[0]:.2f} to {limits[1]:.2f})  nrefs:1" in caplog.text
     execute(evaluate, [*words, "--output", str(tmp_path / "m.json"), "--confidence_n", "0"])
     assert "confidence_var" not in json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))["scores"]["bleu"]
     assert result["data"]["name"] == "test.en"
+
+
+@pytest.mark.parametrize(
+    ("saved", "words", "expected"),
+    [
+        (None, "--num_beams 2", True),
+        (None, "--num_beams 2 --early_stopping false", False),
+        ("never", "--num_beams 2", "never"),
+        (None, "--num_beams 1", None),
+    ],
+)
+def test_beams_of_a_subcommand_stop_early_unless_model_or_user_say_otherwise(saved, words, expected, files, tmp_path):
+    generator = tiny_generator()
+    generator.model.generation_config.update(num_beams=3, early_stopping=saved)
+    folder = str(save_generator(generator, tmp_path / "model"))
+    execute(evaluate, [folder, "--device", "cpu", "--source", files[0], "--target", files[1], *words.split()])
+    result = json.loads((tmp_path / "model" / "metrics.json").read_text(encoding="utf-8"))
+    assert result["generation"].get("early_stopping") == expected
+    assert Generator.from_pretrained(folder).model.generation_config.early_stopping == saved
 
 
 @pytest.mark.parametrize("words", [["--ensemble", "MODEL"], ["--use_vmap"]], ids=str)
@@ -48,6 +67,16 @@ def test_scores_of_another_model_than_the_saved_one_stay_out_of_its_folder(words
     result = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
     assert result["num_examples"] == 5 and result["inference"]["models"] == (2 if "--ensemble" in words else 1)
     assert ("loss" in result) == ("--ensemble" not in words)
+
+
+@pytest.mark.parametrize("words", ["", "--metrics chrf"])
+def test_scores_are_those_of_the_recipe_of_the_run(words, files, tmp_path):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    (folder / "recipe.yaml").write_text("metrics: [exact_match, bleu]\nbleu_tokenize: char\n", encoding="utf-8")
+    execute(evaluate, [str(folder), "--device", "cpu", "--source", files[0], "--target", files[1], *words.split()])
+    scores = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["scores"]
+    assert [*scores] == (["chrf"] if words else ["exact_match", "bleu"])
+    assert words or "tok:char" in scores["bleu"]["signature"]
 
 
 @pytest.fixture
@@ -78,7 +107,8 @@ def test_scores_of_other_pairs_or_settings_stay_in_the_folder(words, scored_fold
     words = [*same, *(str(turned) if word == "TURNED" else word for word in words)]
     execute(evaluate, words)
     assert json.loads(Path("metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
-    assert f"{folder}/metrics.json has scores of the training run, or of other pairs or settings" in caplog.text
+    kept = f"{folder}/metrics.json is kept: it holds scores of the training run, or of other pairs or settings."
+    assert f"The scores will be written to {Path('metrics.json').absolute()}. {kept}" in caplog.text
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="`output` must be given in a model's folder"):
         patch.chdir(folder)
         execute(evaluate, words)

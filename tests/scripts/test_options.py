@@ -31,7 +31,7 @@ def test_names_and_defaults_are_those_of_the_rooms():
     sizes = {"batch_size": DEFAULT_BATCH_SIZE, "max_tokens_per_batch": DEFAULT_MAX_TOKENS_PER_BATCH}
     sizes |= {"max_line_characters": MAX_LINE_CHARACTERS}
     assert sizes.items() <= {name: make_parser("generate").get_default(name) for name in sizes}.items()
-    assert make_parser("evaluate").get_default("metrics") == list(DEFAULT_METRICS)
+    assert make_parser("compare").get_default("metrics") == list(DEFAULT_METRICS)
     assert make_parser("convert").get_default("max_shard_size") == DEFAULT_SHARD_SIZE
     texts = {
         subcommand: " ".join(make_parser(subcommand).format_help(is_full=True).split()) for subcommand in SUBCOMMANDS

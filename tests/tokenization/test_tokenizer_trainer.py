@@ -240,7 +240,7 @@ def test_characters_must_fit_into_the_vocabulary(kind):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        ([], "at least one character that is not white space"),
+        ([], "not all be blank, as all sources or all targets"),
         ("a dog", "got the single string 'a dog'"),
         (["a", b"b"], "strings only, got bytes as text 2"),
         (["a", "b\ud800"], "lone surrogate .* in text 2"),

@@ -77,12 +77,14 @@ def test_a_run_stopped_before_its_first_checkpoint_is_not_lost(data, tmp_path, c
 SHORT = {"num_beams": 4, "length_penalty": 0.6}
 
 
-def test_the_finished_model_decodes_as_chosen_and_a_resumed_run_chooses_again(data, tmp_path, monkeypatch):
+def test_the_finished_model_decodes_as_chosen_and_a_resumed_run_chooses_again(data, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
     monkeypatch.setattr("metaphrase.choices.completion.choose_decoding", lambda *_: (SHORT, "as the test wants"))
     run = tmp_path / "run"
     metrics = train(data, run, choose_decoding=True, max_steps=2, save_strategy="no", eval_strategy="no")
     recipe = load_recipe(run / "recipe.yaml")
     assert (recipe.num_beams, recipe.length_penalty) == (4, 0.6)
+    assert "Chosen to decode: num_beams 4, length_penalty 0.6 (as the test wants)" in caplog.text
     assert "# as the test wants" in (run / "recipe.yaml").read_text(encoding="utf-8")
     assert Generator.from_pretrained(run).model.generation_config.num_beams == 4
     assert metrics["generation"]["num_beams"] == 4

@@ -57,7 +57,7 @@ def test_a_file_that_no_run_has_written_is_left_alone(data, tmp_path, name, resu
         ({"metrics": ["blue"]}, "`metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
         ({"bleu_tokenize": "none", "metrics": ["chrf"]}, "must hold bleu with `bleu_tokenize`"),
         ({"average_best": 2, "prediction_loss_only": "true"}, "`metric_for_best_model` must .* loss, perplexity, got"),
-        ({"data_dir": "./nope"}, r"`train_file` must be a file that exists, got nope/"),
+        ({"data_dir": "./nope"}, r"`train_file` must be a file, got nope/train.tsv: no such file"),
     ],
 )
 def test_what_would_be_found_late_is_refused_before_any_work(data, tmp_path, fields, message):

@@ -1,4 +1,4 @@
-"""Families whose configuration holds one for each stack: T5Gemma, T5Gemma 2, and encoder-decoders of two BERTs or RoBERTas.
+"""Families whose configuration holds one for each stack: T5Gemma, T5Gemma 2, and encoder-decoders of BERT or RoBERTa.
 
 Source: T5Gemma, Zhang et al. 2025, arXiv 2504.06225 and arXiv 2512.14856; Gemma Team 2024, arXiv 2408.00118; encoder-decoders of
 encoders, Rothe et al. 2020, arXiv 1907.12461; BERT, Devlin et al. 2019, arXiv 1810.04805; RoBERTa, Liu et al. 2019, arXiv

@@ -141,7 +141,7 @@ class Recipe(AllFields):
         path = Path(self.data_dir or "").expanduser() / Path(getattr(self, name) or "null").expanduser()
         if not path.is_file():
             raise FileNotFoundError(
-                f"`{name}` must be a file that exists, got {path}. Pass --data_dir FOLDER, the folder with the data files."
+                f"`{name}` must be a file, got {path}: no such file. Pass --data_dir FOLDER, the folder with the data files."
             )
         return path
 

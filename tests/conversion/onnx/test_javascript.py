@@ -163,6 +163,36 @@ def test_a_text_that_is_too_long_is_an_error(exported):
     assert found[1] == f"The text has {limit + 1} tokens. The model reads at most {limit}."
 
 
+REFUSE = """
+import * as library from "@huggingface/transformers";
+import { load } from "./model/metaphrase.mjs";
+
+const model = await load(library, "./model", { dtype: "fp32" });
+const refused = [{ max_new_tokens: 0 }, { num_beams: NaN }, { num_beams: 1e9 }, { num_beams: 1.5 }, { num_beams: "4" }];
+refused.push({ length_penalty: Infinity }, { early_stopping: "soon" }, { do_sample: true }, { top_p: 0.9 }, { toString: 1 });
+for (const options of refused) console.log(await model.translate("a cat", options).catch((error) => error.message));
+const options = { do_sample: false, num_beams: null, suppress_tokens: [3], repetition_penalty: 1.5 };
+console.log((await model.translate("a cat", options)).text);
+"""
+
+
+def test_options_that_python_refuses_are_refused(exported):
+    generator, folder = exported
+    *lines, text = run_node(folder, REFUSE).rstrip("\n").split("\n")
+    assert lines[0] == "`max_new_tokens` must be a whole number from 1 to 1048576, got 0."
+    assert lines[1:5] == [
+        f"`num_beams` must be a whole number from 1 to 10000, got {value}." for value in ("NaN", 10**9, 1.5, 4)
+    ]
+    assert lines[5:8] == [
+        "`length_penalty` must be a number from -10 to 10, got Infinity.",
+        "`early_stopping` must be true, false, never, got soon.",
+        "`do_sample` must be false, got true.",
+    ]
+    rule = "must be an option of greedy search or beam search, got"
+    assert lines[8:] == [f"`top_p` {rule} 0.9.", f"`toString` {rule} 1."]
+    assert [text] == generator.generate(["a cat"], suppress_tokens=[3], repetition_penalty=1.5)
+
+
 def test_code_of_the_documentation_runs(exported, tmp_path):
     _, folder = exported
     code = re.search(r"```js\n(.*?)```", (ROOT / "docs" / "web.md").read_text(encoding="utf-8"), flags=re.DOTALL)[1]

@@ -8,6 +8,14 @@
 // Memory for attention grows with the square of this number. Models with positions have their own limit.
 const MAX_TOKENS_WITHOUT_POSITIONS = 2048;
 
+// Smallest and largest number of an option of `translate`, as in Python.
+const LONGEST = 2 ** 20;
+const RANGES = {
+  __proto__: null, max_length: [2, LONGEST], max_new_tokens: [1, LONGEST], min_length: [0, LONGEST], min_new_tokens: [0, LONGEST],
+  num_beams: [1, 10_000], no_repeat_ngram_size: [0, LONGEST], length_penalty: [-10, 10], repetition_penalty: [1e-3, 1e3],
+};
+const CHOICES = { __proto__: null, early_stopping: [true, false, "never"], do_sample: [false] };
+
 export class TooLongError extends Error {
   constructor(numTokens, limit) {
     super(`The text has ${numTokens} tokens. The model reads at most ${limit}.`);
@@ -45,6 +53,7 @@ export class TextModel {
   // `options` are those of `generate()`, such as `num_beams` and `length_penalty`. `onStep` is awaited before each step, and
   // stops the search if it throws.
   async translate(text, { onStep, ...options } = {}) {
+    checkOptions(options);
     const sourceIds = this.reader(text, { return_tensor: false }).input_ids;
     if (sourceIds.length > this.maxSourceTokens) throw new TooLongError(sourceIds.length, this.maxSourceTokens);
     // A blank text has a blank target.
@@ -175,6 +184,19 @@ class Decoder {
       rows.forEach((row, index) => data.set(tensor.data.subarray(row * size, (row + 1) * size), index * size));
       this.past[name] = new Tensor(tensor.type, data, [rows.length, ...tensor.dims.slice(1)]);
     }
+  }
+}
+
+function checkOptions(options) {
+  for (const [name, value] of Object.entries(options)) {
+    // Ids are those of the tokenizer. Null sets nothing.
+    if (value == null || /_ids?$|suppress_tokens$/.test(name)) continue;
+    const [low, high] = RANGES[name] ?? [], isWhole = !name.endsWith("penalty");
+    const isInRange = value >= low && value <= high && (isWhole ? Number.isInteger : Number.isFinite)(value);
+    if (CHOICES[name]?.includes(value) || isInRange) continue;
+    const numbers = RANGES[name] && `a ${isWhole ? "whole " : ""}number from ${low} to ${high}`;
+    const rule = CHOICES[name]?.join(", ") ?? numbers ?? "an option of greedy search or beam search";
+    throw new RangeError(`\`${name}\` must be ${rule}, got ${value}.`);
   }
 }
 
