@@ -95,13 +95,13 @@ def single_table() -> str:
     return f"GiB at {describe(SINGLE_BATCH)}:\n\n" + table(head, rows)
 
 
-def replace_table(text: str, name: str, content: str) -> str:
-    """Replace the text between the two markers of a table.
+def replace_table(text: str, name: str, content: str, program: str = "benchmarks/memory.py") -> str:
+    """Replace the text between the two markers of a table, the first of which names its program.
 
     Raises:
         ValueError: If a marker is missing.
     """
-    start, end = f"<!-- {name}: benchmarks/memory.py -->", f"<!-- end of {name} -->"
+    start, end = f"<!-- {name}: {program} -->", f"<!-- end of {name} -->"
     before, opening, rest = text.partition(start)
     _, closing, after = rest.partition(end)
     if not opening or not closing:
