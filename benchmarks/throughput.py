@@ -284,7 +284,7 @@ def bottleneck_table(report: dict) -> str:
         for machines in MACHINES:
             hours = {step: value for step, value in hours_of_steps(report, machines).items() if step.startswith(starts)}
             slowest = max(hours, key=hours.get)
-            row.append(f"{slowest.partition(',')[0]}: {shown(hours[slowest])}")
+            row.append(f"{slowest.partition(', a')[0]}: {shown(hours[slowest])}")
         rows.append(row)
     return table(["slowest step, hours", *(f"{machines} machine{'s' * (machines > 1)}" for machines in MACHINES)], rows)
 
@@ -298,7 +298,7 @@ def rates_table(report: dict) -> str:
         "tokenize": "tokenize into the cache",
     }
     names["plan"] = "plan the batches"
-    rows += [[name, "", f"{rates[step]:,} pairs"] for step, name in names.items()]
+    rows += [[name, "-", f"{rates[step]:,} pairs"] for step, name in names.items()]
     rows += [["train", preset, f"{each['tokens_per_second']:,} tokens"] for preset, each in report["training"].items()]
     for preset, decoding in report["decoding"].items():
         for search, engines in decoding["sentences_per_second"].items():
@@ -319,7 +319,7 @@ def bytes_table(report: dict) -> str:
     }
     sizes = report["bytes_per_pair"]
     rows = [[name, f"{sizes[kind]:,.0f}", f"{sizes[kind] * PAIRS / 1e9:,.0f}"] for kind, name in names.items()]
-    return table(["", "bytes of a pair", "GB of a billion pairs"], rows)
+    return table(["part", "bytes of a pair", "GB of a billion pairs"], rows)
 
 
 def shown(hours: float) -> str:
@@ -327,6 +327,13 @@ def shown(hours: float) -> str:
 
 
 TABLES = {"rates": rates_table, "hours": steps_table, "bottleneck": bottleneck_table, "bytes": bytes_table}
+
+
+def fill(text: str, report: dict) -> str:
+    """Return the page with the tables of a report."""
+    for name, make_table in TABLES.items():
+        text = replace_table(text, name, make_table(report), "benchmarks/throughput.py")
+    return text
 
 
 def main() -> None:
@@ -337,12 +344,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE.name}")
     arguments = parser.parse_args()
     if arguments.tables is not None:
-        report, text = json.loads(arguments.tables.read_text(encoding="utf-8")), PAGE.read_text(encoding="utf-8")
-        for name, make_table in TABLES.items():
-            text = replace_table(text, name, make_table(report), "benchmarks/throughput.py")
-            print(make_table(report), end="\n\n")
+        report = json.loads(arguments.tables.read_text(encoding="utf-8"))
         if arguments.write:
-            PAGE.write_text(text, encoding="utf-8")
+            PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
+        else:
+            print(*(make_table(report) for make_table in TABLES.values()), sep="\n\n")
         return
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
