@@ -4,6 +4,7 @@ python benchmarks/memory.py --write        # writes the tables into docs/memory.
 """
 
 import argparse
+from bisect import bisect_right
 from pathlib import Path
 
 from transformers import TrainingArguments
@@ -17,11 +18,11 @@ from metaphrase.choices.memory import (
     estimate_states,
     optimizer_bytes,
 )
-from metaphrase.modeling import MetaphraseConfig
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
 # Names of the tables in the page.
-SHARED, SINGLE = "shared", "single"
+SHARED, SINGLE, LARGEST = "shared", "single", "largest"
 
 ARGUMENTS = TrainingArguments("unused", optim="adamw_torch_fused", use_cpu=True)
 SHARED_PRESETS = ("t5-3b", "t5-11b")
@@ -34,6 +35,9 @@ SINGLE_PRESETS = (
 # Pairs, and tokens of a source and of a target, on each device.
 SHARED_BATCH, SINGLE_BATCH = (64, 128, 128), (128, 32, 32)
 _GIBIBYTE = 2**30
+# Gigabytes of devices as they are sold, and the share of them that the estimate may fill: it leaves out the allocator's losses.
+MEMORIES, USABLE = (24, 80, 141), 0.8
+LARGEST_DEVICES, LARGEST_LAYERS, WIDTH_STEP = (1, 8, 64), 24, 128
 
 
 def batch_of(pairs: int, source: int, target: int) -> BatchShape:
@@ -95,13 +99,48 @@ def single_table() -> str:
     return f"GiB at {describe(SINGLE_BATCH)}:\n\n" + table(head, rows)
 
 
-def replace_table(text: str, name: str, content: str) -> str:
-    """Replace the text between the two markers of a table.
+def wide_model(width: int) -> MetaphraseForConditionalGeneration:
+    """Return a model of the proportions of metaphrase-large, with more layers and another width."""
+    stacks = (("layers", LARGEST_LAYERS), ("attention_heads", width // 64), ("ffn_dim", width * 11 // 4))
+    sizes = {f"{stack}_{name}": size for stack in ("encoder", "decoder") for name, size in stacks}
+    return meta_model(MetaphraseConfig.from_preset("metaphrase-large", hidden_size=width, **sizes))
+
+
+def largest_model(limit: float, devices: int) -> MetaphraseForConditionalGeneration:
+    """Return the widest model whose peak by the estimate is at most `limit` bytes on each device."""
+    sharding = Sharding(devices, 3, "fsdp") if devices > 1 else Sharding()
+    # One device computes by autocast, which keeps states in float32.
+    precision = Precision(compute_bytes=2, stream_bytes=2 if devices > 1 else 4, on_accelerator=True)
+
+    def peak(width: int) -> int:
+        model = wide_model(width)
+        optimizer, _ = optimizer_bytes(model, ARGUMENTS)
+        activations = estimate_activations(model.config, batch_of(*SINGLE_BATCH), precision, is_checkpointed=True)
+        return estimate_states(model, optimizer, precision, sharding).peak(activations)
+
+    # Narrower models all fit.
+    widths = range(WIDTH_STEP, 32768, WIDTH_STEP)
+    return wide_model(widths[bisect_right(widths, limit, key=peak) - 1])
+
+
+def largest_table() -> str:
+    """Return the table of the largest models: one device by autocast, several by FSDP2, AdamW, gradient checkpointing."""
+    rows = []
+    for memory in MEMORIES:
+        models = [largest_model(USABLE * memory * 1e9, devices) for devices in LARGEST_DEVICES]
+        sizes = (f"{model.num_parameters() / 1e9:,.1f} B (width {model.config.hidden_size:,})" for model in models)
+        rows.append([f"{memory} GB", *sizes])
+    head = ["memory of a device", *(f"{devices} device{'s' * (devices > 1)}" for devices in LARGEST_DEVICES)]
+    return f"Parameters at {describe(SINGLE_BATCH)} on each:\n\n" + table(head, rows)
+
+
+def replace_table(text: str, name: str, content: str, program: str = "benchmarks/memory.py") -> str:
+    """Replace the text between the two markers of a table, the first of which names its program.
 
     Raises:
         ValueError: If a marker is missing.
     """
-    start, end = f"<!-- {name}: benchmarks/memory.py -->", f"<!-- end of {name} -->"
+    start, end = f"<!-- {name}: {program} -->", f"<!-- end of {name} -->"
     before, opening, rest = text.partition(start)
     _, closing, after = rest.partition(end)
     if not opening or not closing:
@@ -111,7 +150,12 @@ def replace_table(text: str, name: str, content: str) -> str:
 
 def fill(text: str) -> str:
     """Return the page with current tables."""
-    return replace_table(replace_table(text, SHARED, shared_table()), SINGLE, single_table())
+    for name, make_table in TABLES.items():
+        text = replace_table(text, name, make_table())
+    return text
+
+
+TABLES = {SHARED: shared_table, SINGLE: single_table, LARGEST: largest_table}
 
 
 def main() -> None:
@@ -120,7 +164,7 @@ def main() -> None:
     if parser.parse_args().write:
         PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:
-        print(shared_table(), single_table(), sep="\n\n")
+        print(*(make_table() for make_table in TABLES.values()), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -255,10 +255,13 @@ class Sharding:
     Source: the stages of Rajbhandari et al. 2020, section 5, arXiv 1910.02054.
 
     Attributes:
-        stage: 0 shares nothing, 1 the optimizer, 2 the gradients too, 3 the weights too.
+        stage: 0 shares nothing, 1 the optimizer, 2 the gradients too, 3 the weights too. FSDP's stage 2 shares weights too, but
+            leaves them gathered from the forward to the backward pass.
         engine: `ddp`, `fsdp` or `deepspeed`; their buffers differ.
         is_offloaded: True if the optimizer's share is in host memory.
         bucket_entries: DeepSpeed's `reduce_bucket_size`.
+        syncs_each_batch: True if FSDP shares out the gradients of each accumulated batch. By default, accelerate lets each device
+            add up whole gradients, and shares out those of the last batch.
     """
 
     devices: int = 1
@@ -266,6 +269,7 @@ class Sharding:
     engine: str = "ddp"
     is_offloaded: bool = False
     bucket_entries: int = 0
+    syncs_each_batch: bool = False
 
     @classmethod
     def of(cls, arguments: TrainingArguments, devices: int | None = None) -> "Sharding":
@@ -286,7 +290,9 @@ class Sharding:
             reshards = plugin.get("reshard_after_forward", os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"))
             offloads = plugin.get("cpu_offload", parse_flag_from_env("FSDP_OFFLOAD_PARAMS"))
             stage = 2 if str(reshards).lower() in ("false", "shard_grad_op", "2") else 3
-            return cls(devices, stage, "fsdp", bool(offloads))
+            accumulation = arguments.accelerator_config.gradient_accumulation_kwargs or {}
+            syncs_each_batch = accumulation.get("sync_each_batch", False)
+            return cls(devices, stage, "fsdp", bool(offloads), syncs_each_batch=syncs_each_batch)
         return cls(devices)
 
     def __str__(self) -> str:
@@ -358,7 +364,8 @@ def estimate_states(
     parameters = list(model.parameters())
     trained_parameters = [parameter for parameter in parameters if parameter.requires_grad]
     weights, trained = (sum(p.numel() * p.element_size() for p in group) for group in (parameters, trained_parameters))
-    is_deepspeed = sharding.engine == "deepspeed"
+    is_deepspeed, is_fsdp = (sharding.engine == engine for engine in ("deepspeed", "fsdp"))
+    keeps_whole_gradients = is_fsdp and accumulates and not sharding.syncs_each_batch
     if is_deepspeed and precision.compute_bytes < FLOAT32_BYTES:
         # Weights and gradients are in half precision. The optimizer holds the float32 weights that it updates.
         optimizer += trained
@@ -369,26 +376,27 @@ def estimate_states(
         head = model.get_output_embeddings()
         projections = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
         cast_weights = precision.compute_bytes * sum(projection.weight.numel() for projection in projections)
-    gathered = buffers = 0
-    if devices > 1 and sharding.engine == "ddp":
-        buffers = trained
-    elif devices > 1:
-        element, entries = precision.compute_bytes, model.num_parameters()
+    gathered, buffers = 0, trained * (devices > 1)
+    if sharding.engine != "ddp":
+        # FSDP casts and DeepSpeed fills buckets on one device too.
+        element = precision.compute_bytes
+        entries, trained_entries = (model.num_parameters(only_trainable=only) for only in (False, True))
         names = set(model._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
         sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
         # The next layer is gathered during the computation of one. Weights outside layers stay.
         units = element * min(2 * max(sizes, default=0) + entries - sum(sizes), entries)
-        gathered = buffers = units if stage == 3 else element * entries
-        if is_deepspeed:
-            gathered, buffers = units if stage == 3 else 0, 2 * element * min(sharding.bucket_entries, entries)
-    is_away = sharding.is_offloaded and sharding.engine == "fsdp"
+        gathered = units if stage == 3 else element * entries * is_fsdp
+        buffers = 2 * element * min(sharding.bucket_entries, entries) if is_deepspeed else units
+        if keeps_whole_gradients:
+            buffers = element * trained_entries
+    is_away = sharding.is_offloaded and is_fsdp
     return StateMemory(
-        weights=0 if is_away else share(weights, 3),
+        weights=0 if is_away else share(weights, 2 if is_fsdp else 3),
         cast_weights=cast_weights,
         gathered_weights=gathered,
         gradients=0 if is_away else share(trained, 2),
         buffers=buffers,
         optimizer=0 if sharding.is_offloaded else share(optimizer, 1),
-        gradients_persist=accumulates or is_deepspeed,
+        gradients_persist=(accumulates and not keeps_whole_gradients) or is_deepspeed,
     )
