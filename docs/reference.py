@@ -27,6 +27,7 @@ GROUPS = {
 API = {
     "metaphrase.modeling": "The network",
     "metaphrase.inference": "Generate, score and align",
+    "metaphrase.scripts.train": "Run a recipe",
     "metaphrase.training.experiment": "Train",
     "metaphrase.training.trainer": "The trainer",
     "metaphrase.training.recipe.recipe": "Recipes",
@@ -38,6 +39,7 @@ API = {
 }
 # Modules without `__all__`: only these names are public.
 PUBLIC = {
+    "metaphrase.scripts.train": ["train"],
     "metaphrase.training.experiment": ["Experiment"],
     "metaphrase.training.trainer": ["MetaphraseTrainer"],
     "metaphrase.training.recipe.recipe": ["Recipe", "load_recipe"],

@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import metaphrase
@@ -54,7 +55,9 @@ def run(subcommand: str, words: Sequence[str]) -> int:
         # For libraries that are not imported yet. Our own progress is lines of the log.
         os.environ.setdefault("TQDM_DISABLE", "1")
     is_verbose = "--verbose" in words or bool(os.environ.get("METAPHRASE_DEBUG"))
-    level = logging.WARNING if "--quiet" in words else logging.INFO
+    # Several processes would each tell the same.
+    is_told = "--quiet" not in words and os.environ.get("RANK", "0") == "0"
+    level = logging.INFO if is_told else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     # This library prints its messages itself.
     logging.getLogger("huggingface_hub").propagate = False
@@ -82,6 +85,8 @@ def run(subcommand: str, words: Sequence[str]) -> int:
         return 130
     except Exception as error:
         if OF_FIRST_PROCESS in getattr(error, "__notes__", ()):
+            # A launcher kills all when one ends, and the first one needs time to show the error.
+            time.sleep(2)
             return 2
         if not is_mistake(error):
             raise

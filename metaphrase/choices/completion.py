@@ -215,7 +215,7 @@ def _cost_of(recipe: Recipe, data: Data, tokens: TokenProfile) -> StepCost:
         size = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, batches)}
         trial = recipe.choose("", **size, gradient_accumulation_steps=batches) if is_open else recipe
         free = free_memory()
-        lacking = _HEAP * estimate_recipe(trial, data, tokens.devices).peak - free
+        lacking = _HEAP * estimate_recipe(trial, data, devices=tokens.devices).peak - free
         if lacking <= 0 or is_final or budget // (2 * batches * tokens.devices) < tokens.longest:
             break
         batches *= 2

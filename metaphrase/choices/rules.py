@@ -352,9 +352,9 @@ def tokens_per_update(recipe: Recipe, tokens: TokenProfile) -> int:
 
 
 def rate_factor(recipe: Recipe, tokens: TokenProfile) -> float:
-    """Return the factor of the learning rate for an update of several devices with more tokens than that of one: their root."""
-    alone = tokens_per_update(recipe, replace(tokens, devices=1))
-    return min(_MAX_RATE_FACTOR, math.sqrt(tokens_per_update(recipe, tokens) / alone))
+    """Return the factor of the learning rate for an update of several devices: the root of its tokens, relative to one device."""
+    alone = max(tokens_per_batch(tokens), tokens_per_update(recipe, replace(tokens, devices=1)))
+    return min(_MAX_RATE_FACTOR, max(1.0, math.sqrt(tokens_per_update(recipe, tokens) / alone)))
 
 
 def tokens_of_batch(tokens: TokenProfile, budget: int, batches: int) -> int:
@@ -599,11 +599,12 @@ def choose_finetuning(
     seconds of all steps.
     """
     factor = rate_factor(recipe, tokens)
+    alone = finetuning_updates(tokens, tokens_per_update(recipe, replace(tokens, devices=1)))
     wanted = (finetuning_updates if has_seen_pairs else useful_updates)(tokens, tokens_per_update(recipe, tokens))
     recipe, budget, cost = choose_batches(recipe, tokens, cost, wanted, seconds)
     if has_seen_pairs:
-        # The same epochs in smaller batches.
-        wanted = finetuning_updates(tokens, budget)
+        # The same epochs in smaller batches, and few pairs as many updates as on one device.
+        wanted = max(finetuning_updates(tokens, budget), min(_MIN_UPDATES, alone))
     share = min(1.0, possible_updates(cost, seconds) / wanted)
     ending = ": few pairs are repeated more often" if has_seen_pairs else ": the base has seen no pairs"
     recipe, updates = choose_updates(
@@ -612,10 +613,10 @@ def choose_finetuning(
     family = family_of(config)
     rule = RULES.get(family, _BART)
     rate, source = rule.learning_rate(config.hidden_size), f"a {family} of width {config.hidden_size}: {rule.source}"
-    if recipe.lora_rank is not None:
-        rate, source = min(_MAX_LORA_RATE, _LORA_FACTOR * rate), f"{source}, and {_LORA_FACTOR} times the rate for LoRA"
     if factor != 1:
         rate, source = float(f"{factor * rate:.2g}"), f"{source}, times {factor:.2g} for {tokens.devices} devices"
+    if recipe.lora_rank is not None:
+        rate, source = min(_MAX_LORA_RATE, _LORA_FACTOR * rate), f"{source}, and {_LORA_FACTOR} times the rate for LoRA"
     recipe = recipe.choose(source, learning_rate=rate, lr_scheduler_type="cosine", warmup_steps=updates // 10)
     regularization = {"label_smoothing_factor": rule.label_smoothing, "weight_decay": rule.weight_decay}
     recipe = recipe.choose(f"usual for {family}", **regularization, adam_beta2=0.999, max_grad_norm=1.0)

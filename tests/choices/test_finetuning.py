@@ -138,6 +138,18 @@ def test_time_shortens_the_run(seconds):
     assert recipe.warmup_steps == updates // 10 and recipe.lr_scheduler_type == "cosine"
 
 
+def test_several_devices_have_larger_updates_with_a_higher_rate():
+    def chosen(pairs, devices):
+        tokens = TokenProfile(pairs, 15 * pairs, 15 * pairs, 60, devices)
+        return choose_finetuning(Recipe(train_file="pairs.tsv"), tokens, T5Config(), 1, StepCost(0.0), None)[0]
+
+    few, many = ([chosen(pairs, devices) for devices in (1, 4)] for pairs in (1000, 100_000))
+    assert [recipe.max_tokens_per_batch for recipe in few + many] == [1024, 1024, 8192, 2048]
+    for alone, shared, factor in ((*few, 2), (*many, 1)):
+        assert shared.learning_rate == pytest.approx(factor * alone.learning_rate)
+        assert shared.max_steps == alone.max_steps
+
+
 def test_wider_models_have_lower_rates():
     for rule in RULES.values():
         rates = [rule.learning_rate(width) for width in (16, 512, 768, 1024, 4096)]

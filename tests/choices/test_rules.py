@@ -319,6 +319,17 @@ def test_several_devices_share_the_update_of_one(task, devices, share, batch, fa
         assert recipe.replace(**counted) == alone.replace(**counted)
 
 
+@pytest.mark.parametrize(("batch", "factor"), [(512, 1), (2048, 1), (4096, math.sqrt(2)), (16_384, math.sqrt(2))])
+def test_the_rate_of_given_batches_follows_from_the_tokens_of_all_devices(batch, factor):
+    # The rule would give a single device 4,096 tokens.
+    tokens, before = TASKS["29,000 sentences"][0], Recipe(train_file="pairs.tsv", max_tokens_per_batch=batch)
+    rates = [
+        choose_from_tokens(before, replace(tokens, devices=devices), lambda size: StepCost(1.0), None)[0].learning_rate
+        for devices in (1, 2)
+    ]
+    assert rates == [2e-3, pytest.approx(factor * 2e-3, abs=1e-5)]
+
+
 def test_memory_splits_the_batch_of_each_device():
     tokens = replace(TASKS["29,000 sentences"][0], devices=2)
     recipe, _ = choose_from_tokens(Recipe(train_file="pairs.tsv"), tokens, lambda size: StepCost(1.0, 4), None)

@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_the_first_clock_ends_both_processes_in_time(server, folder):
     words = [*WORDS, *SMALL, "--time_budget", "8s", "--num_beams", "1"]
-    statuses, logs = server.run(folder, "train_by_another_clock", *words)
+    statuses, logs = server.run(folder, "train_by_another_clock", *words, launcher="srun")
     assert statuses == [0, 0], logs
     rates = [re.findall(r"^update (\d+): \[(.*)\]$", log, re.MULTILINE) for log in logs]
     assert rates[0] == rates[1] and len(rates[0]) > 1
