@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from metaphrase.errors import MetaphraseError
 
@@ -200,21 +201,22 @@ def batches_by_length(lengths: Sequence[int], batch_size: int, max_tokens_per_ba
 
 
 def cut_into_batches(
-    order: Sequence[int], lengths: Sequence[Sequence[int]], max_tokens_per_batch: int, batch_size: float = math.inf
+    order: ArrayLike, lengths: ArrayLike, max_tokens_per_batch: int, batch_size: float = math.inf
 ) -> list[list[int]]:
     """Cut an order of pairs into consecutive batches, each as large as the bounds allow.
 
     `lengths` are those of source and target in that order. The tokens of a batch count padding, on both sides. A longer pair has
     a separate batch.
     """
-    batches: list[list[int]] = []
-    longest_source = longest_target = 0
-    for index, (source, target) in zip(order, lengths, strict=True):
-        longest_source, longest_target = max(longest_source, source), max(longest_target, target)
-        width = longest_source + longest_target
-        if batches and len(batches[-1]) < batch_size and (len(batches[-1]) + 1) * width <= max_tokens_per_batch:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-            longest_source, longest_target = source, target
-    return batches
+    indices = np.asarray(order, dtype=np.int64).tolist()
+    source, target = np.ascontiguousarray(np.asarray(lengths, dtype=np.int64).reshape(-1, 2).T)
+    ends, span = [0], 32
+    while (start := ends[-1]) < len(indices):
+        part = slice(start, start + span)
+        widths = np.maximum.accumulate(source[part]) + np.maximum.accumulate(target[part])
+        size = int(np.searchsorted(widths * np.arange(1, len(widths) + 1), max_tokens_per_batch, side="right"))
+        if size < span or span >= batch_size:
+            ends.append(start + max(1, int(min(size, batch_size))))
+        # The next batch is about as large.
+        span = 2 * max(size, 1)
+    return [indices[start:end] for start, end in itertools.pairwise(ends)]

@@ -18,13 +18,15 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.plugins import needed_plugin
 from metaphrase.tokenization.texts import checked_texts, join_pieces
-from metaphrase.tokenization.tokenizer_trainer import find_joiner, train_tokenizer
+from metaphrase.tokenization.tokenizer_trainer import find_joiner, splits_at_spaces, train_tokenizer
 
 logger = logging.getLogger(__name__)
 
 TARGET_SUBFOLDER = "target_tokenizer"
 # Encoding in parts bounds memory: the library keeps an object per text beside the ids.
 _TEXTS_PER_CALL = 10_000
+# About 30 MB of words with their ids.
+_MAX_WORDS = 100_000
 # Returns the ids of a text from its number and its encoding.
 Segment = Callable[[int, Encoding], list[int]]
 
@@ -333,6 +335,38 @@ class TextFrame:
         probe = next((ids for ids in rows if len(ids) > len(empty)), empty[-1:])
         shared = takewhile(lambda ids: ids[0] == ids[1], zip(reversed(empty), reversed(probe), strict=False))
         return cls(len(empty), [token for token, _ in shared][::-1])
+
+
+class WordEncoder:
+    """Encoder of many texts, equal to `encode` of a tokenizer, which is asked once for each word.
+
+    Kinds that learn pieces join no letters across a space, so the ids of a text are those of its words, each with the space
+    before it. A text with other white space is one word. Other tokenizers encode whole texts.
+
+    Attributes:
+        frame: The ids around every text.
+    """
+
+    def __init__(self, tokenizer: Any, encode: Callable[[list[str]], list[list[int]]]):
+        self.encode, self.frame = encode, TextFrame.of(encode)
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._has_words = self._backend is not None and splits_at_spaces(self._backend)
+        self._ids: dict[str, list[int]] = {}
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        # A call sets the state of the library that the last one left behind.
+        if not self._has_words or self.encode([""]) != [self.frame.end]:
+            return self.encode(texts)
+        if len(self._ids) > _MAX_WORDS:
+            self._ids.clear()
+        rows = [
+            text.replace(" ", "\n ").split("\n") if " ".join(text.split()) == text else [text]
+            for text in checked_texts(texts)
+        ]
+        new = list(set(chain.from_iterable(rows)).difference(self._ids))
+        encodings = self._backend.encode_batch_fast(new, add_special_tokens=False)
+        self._ids.update((word, encoding.ids) for word, encoding in zip(new, encodings, strict=True))
+        return [[*chain.from_iterable(map(self._ids.__getitem__, row)), *self.frame.end] for row in rows]
 
 
 def shorten(row: Sequence[Any], limit: int | None, end: Sequence[Any]) -> list[Any]:

@@ -33,7 +33,8 @@ from metaphrase.choices.rules import (
     tokens_per_update,
     with_network,
 )
-from metaphrase.data.pairs import SIDES, data_seed, rows_of_splits, split_pairs
+from metaphrase.data.encoding import PairEncoder
+from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, data_seed, rows_of_splits, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.engines.engine_choice import free_main_memory
 from metaphrase.errors import MetaphraseError
@@ -148,9 +149,10 @@ def _choose_from_files(recipe: Recipe, corpus: PairCorpus) -> Recipe:
 def _sample_lengths(corpus: PairCorpus, tokenizers: TokenizerPair) -> dict[str, list[int]]:
     """Return the tokens of some training texts of each side."""
     train = corpus.splits["train"]
-    sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))
-    encoders = zip(SIDES, (tokenizers.encode_sources, tokenizers.encode_targets), strict=True)
-    return {side: [len(ids) for ids in encode(sample[side][:])] for side, encode in encoders}
+    rows = [*range(0, len(train), -(-len(train) // _SAMPLE_PAIRS))]
+    sample, encode = train.select(rows)[:], PairEncoder(tokenizers, None, None, too_long="truncate", empty="keep")
+    columns = encode(*(sample[side] for side in SIDES), rows)
+    return {side: columns[name] for side, name in zip(SIDES, LENGTH_COLUMNS, strict=True)}
 
 
 def _choose_training(recipe: Recipe, data: Data, deadline: float) -> Recipe:

@@ -9,6 +9,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import datasets
@@ -103,15 +104,15 @@ class SideProfile:
     @classmethod
     def of(cls, texts: Sequence[str]) -> "SideProfile":
         words = [text.split() for text in texts]
-        counts = Counter(word for line in words for word in line)
-        letters = [unicodedata.normalize("NFD", text) for text in texts]
+        counts = Counter(chain.from_iterable(words))
+        alphabet = frozenset().union(*texts)
         characters, lengths = [len(text) for text in texts], [len(line) for line in words]
         return cls(
             repetitions=len(texts) / len(set(texts)),
             mean_characters=float(np.mean(characters)),
             mean_words=float(np.mean(lengths)),
-            alphabet=frozenset().union(*texts),
-            num_letters=len(frozenset().union(*letters)),
+            alphabet=alphabet,
+            num_letters=len(frozenset().union(*(unicodedata.normalize("NFD", letter) for letter in alphabet))),
             num_words=len(counts),
             new_words=sum(count == 1 for count in counts.values()) / max(1, counts.total()),
         )
@@ -129,13 +130,14 @@ class CorpusProfile:
     @classmethod
     def of(cls, train: datasets.Dataset, scale: float = 1.0) -> "CorpusProfile":
         """Measure training pairs; of many pairs, those at regular distances. In all there are `scale` times as many."""
-        sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))
-        pairs = {*zip(*(sample[side][:] for side in SIDES), strict=True)}
+        sample = train.select(range(0, len(train), -(-len(train) // _SAMPLE_PAIRS)))[:]
+        pairs = {*zip(*(sample[side] for side in SIDES), strict=True)}
         sources, targets = zip(*sorted(pairs), strict=True)
         source, target = SideProfile.of(sources), SideProfile.of(targets)
-        counts = Counter(character for text in targets for character in text if not character.isspace())
+        counts = Counter("".join(chain.from_iterable(map(str.split, targets))))
         shared = sum(count for character, count in counts.items() if character in source.alphabet)
-        return cls(int(scale * len(train)) * len(pairs) // len(sample), source, target, shared / max(1, counts.total()))
+        num_pairs = int(scale * len(train)) * len(pairs) // len(sample["source"])
+        return cls(num_pairs, source, target, shared / max(1, counts.total()))
 
 
 # Choices from tokens and from the speed of the machine

@@ -3,17 +3,20 @@
 import copy
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import datasets
 import numpy as np
+import pyarrow as pa
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, DataReport
 from metaphrase.errors import MetaphraseError
-from metaphrase.tokenization import TextFrame, TokenizerPair, shorten
+from metaphrase.tokenization import TokenizerPair, shorten
+from metaphrase.tokenization.tokenizer_pair import WordEncoder
 
 _ID_COLUMNS = ("input_ids", "labels")
 _SAMPLED_ROWS = 1000
@@ -94,34 +97,41 @@ class PairEncoder:
 
     def __post_init__(self) -> None:
         self.limits = self.max_source_length, self.max_target_length
-        # The ids around every source and every target.
-        self.frames = TextFrame.of(self.tokenizers.encode_sources), TextFrame.of(self.tokenizers.encode_targets)
+        source, target = (getattr(self.tokenizers, side, None) for side in SIDES)
+        self.source = WordEncoder(source, self.tokenizers.encode_sources)
+        self.target = WordEncoder(target, self.tokenizers.encode_targets)
+        self.frames = self.source.frame, self.target.frame
 
     def __call__(self, sources: list[str], targets: list[str], rows: list[int]) -> dict[str, list[Any]]:
         """Return the columns `FEATURES` of a batch of pairs, dropped pairs included."""
-        source_ids, target_ids = self.tokenizers.encode_sources(sources), self.tokenizers.encode_targets(targets)
-        encoded = []
-        for row, texts, *ids in zip(rows, zip(sources, targets, strict=True), source_ids, target_ids, strict=True):
-            sides = list(zip(texts, ids, self.frames, self.limits, strict=True))
-            is_empty = [not text.strip() or len(side) <= frame.length for text, side, frame, _ in sides]
-            is_long = [limit is not None and len(side) > limit for _, side, _, limit in sides]
-            if self.empty == "error" and any(is_empty):
-                raise MetaphraseError(
-                    f"Neither side of a pair may be empty, got in {_shown(row, texts, ids)} Set `empty: skip` to drop such pairs."
-                )
-            if self.too_long == "error" and any(is_long):
+        texts, ids = (sources, targets), (self.source(sources), self.target(targets))
+        lengths = np.array([[*map(len, side)] for side in ids])
+        is_long = ([math.inf if limit is None else limit for limit in self.limits] < lengths.T).T
+        is_empty = ([frame.length for frame in self.frames] >= lengths.T).T
+        is_empty |= [[not text.strip() for text in side] for side in texts]
+        columns = dict(zip(FEATURES, [*ids, *lengths.tolist(), [0] * len(rows), *is_long.tolist()], strict=True))
+        # Most pairs stay as they are.
+        for index in np.flatnonzero(np.any(is_empty | is_long, axis=0)).tolist():
+            sides = [side[index] for side in ids]
+            shown = _shown(rows[index], (sources[index], targets[index]), sides)
+            if self.empty == "error" and is_empty[:, index].any():
+                text = f"Neither side of a pair may be empty, got in {shown} Set `empty: skip` to drop such pairs."
+                raise MetaphraseError(text)
+            if self.too_long == "error" and is_long[:, index].any():
                 raise MetaphraseError(
                     f"Pairs must be within `max_source_length` {self.max_source_length} and `max_target_length` "
-                    f"{self.max_target_length}, got in {_shown(row, texts, ids)} Set `too_long: skip` to drop such pairs."
+                    f"{self.max_target_length}, got in {shown} Set `too_long: skip` to drop such pairs."
                 )
-            drops = [self.empty != "keep" and side for side in is_empty]
-            drops += [self.too_long != "truncate" and side for side in is_long]
+            drops = [self.empty != "keep" and side for side in is_empty[:, index].tolist()]
+            drops += [self.too_long != "truncate" and side for side in is_long[:, index].tolist()]
             if True in drops:
-                encoded.append(([], [], 0, 0, drops.index(True) + 1, False, False))
-                continue
-            ids = [shorten(side, limit, frame.end) for _, side, frame, limit in sides]
-            encoded.append((*ids, *map(len, ids), 0, *is_long))
-        return dict(zip(FEATURES, map(list, zip(*encoded, strict=True)), strict=True))
+                values: list[Any] = [[], [], 0, 0, drops.index(True) + 1, False, False]
+            else:
+                sides = [shorten(*side) for side in zip(sides, self.limits, [f.end for f in self.frames], strict=True)]
+                values = [*sides, *map(len, sides), 0, *is_long[:, index].tolist()]
+            for column, value in zip(columns.values(), values, strict=True):
+                column[index] = value
+        return columns
 
 
 def _shown(row: int, texts: tuple[str, str], ids: list[list[int]]) -> str:
@@ -151,13 +161,20 @@ def encode_pairs(
     keys = (encoder.limits, encoder.frames, encoder.too_long, encoder.empty, keep_text, CACHE_VERSION)
     removed = [name for name in dataset.column_names if not (keep_text and name in SIDES)]
     texts = {name: datasets.Value("string") for name in dataset.column_names if name not in removed}
+    features = datasets.Features({**texts, **FEATURES})
+
+    def encode(sources: list[str], targets: list[str], rows: list[int]) -> pa.Table:
+        columns = {"source": sources, "target": targets, **encoder(sources, targets, rows)}
+        # A dictionary would be searched for the types of its values.
+        return pa.table({name: columns[name] for name in features}, features.arrow_schema)
+
     encoded = dataset.map(
-        encoder,
+        encode,
         batched=True,
         with_indices=True,
         input_columns=["source", "target"],
         remove_columns=removed,
-        features=datasets.Features({**texts, **FEATURES}),
+        features=features,
         new_fingerprint=Hasher.hash((dataset._fingerprint, tokenizer_fingerprint(tokenizers), keys)),
         desc="Tokenizing",
     )

@@ -139,7 +139,7 @@ def form_batches(
             targets = lengths[strip, 1]
             strips[number] = strip[np.argsort(targets if number % 2 == 0 else -targets, kind="stable")]
         order = np.concatenate(strips)
-        batches += cut_into_batches(order.tolist(), lengths[order].tolist(), max_tokens_per_batch)
+        batches += cut_into_batches(order, lengths[order], max_tokens_per_batch)
     return batches
 
 

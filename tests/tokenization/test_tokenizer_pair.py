@@ -13,6 +13,7 @@ from metaphrase.tokenization import (
     shorten,
     train_tokenizer,
 )
+from metaphrase.tokenization.tokenizer_pair import WordEncoder
 
 SOURCES = ["a small dog runs", "the cat sleeps", "a cat"] * 3
 TARGETS = ["ein kleiner Hund läuft", "die Katze schläft", "eine Katze"] * 3
@@ -179,3 +180,62 @@ def test_an_end_may_hold_the_code_of_a_language_and_a_beginning_is_none(tokenize
     assert shorten(whole, len(whole), frame.end) == shorten(whole, None, frame.end) == whole
     # No text is left where there is no place.
     assert shorten([5, 6, 7, 2, 3], 2, [2, 3]) == [2, 3] and shorten([5, 2], 2, [2]) == [5, 2]
+
+
+PARTS = [
+    "ab",
+    "a",
+    "it's",
+    "12",
+    "é",
+    "Ж",
+    "的",
+    ",",
+    " ",
+    " ",
+    " ",
+    "  ",
+    "\u00a0",
+    "\t",
+    "\n",
+    "</s>",
+    "<s",
+    "<2de>",
+    "▁",
+    "Ġ",
+]
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram"])
+def test_ids_of_words_are_those_of_whole_texts(kind):
+    letters = ["ab ab it's a 12 é Ж的, <s ▁Ġ </s>", *SOURCES, *TARGETS]
+    options = {"vocab_size": 330 if kind == "byte_bpe" else 60, "additional_special_tokens": ["<2de>"]}
+    tokenizer = train_tokenizer(letters, kind=kind, show_progress=False, **options)
+    pair = TokenizerPair(tokenizer, tokenizer)
+    encoder = WordEncoder(tokenizer, pair.encode_sources)
+    asked = []
+    encoder.encode = lambda texts: asked.append(texts) or pair.encode_sources(texts)
+
+    @settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    @given(st.lists(st.lists(st.sampled_from(PARTS), max_size=8).map("".join), max_size=4))
+    def check(texts):
+        # A padded call leaves its state behind.
+        tokenizer(["a", "ab ab"], padding=True, truncation=True, max_length=2)
+        assert encoder(texts) == pair.encode_sources(texts)
+
+    check()
+    assert {*map(str, asked)} == {"['']"}, "only words are asked for"
+
+
+def test_a_tokenizer_that_changes_texts_or_has_other_words_encodes_them_whole():
+    for tokenizer in (
+        word_tokenizer("$A </s>"),
+        train_tokenizer(SOURCES, kind="bpe", vocab_size=40, lowercase=True, show_progress=False),
+        train_tokenizer(SOURCES, kind="char", show_progress=False),
+    ):
+        pair, asked = TokenizerPair(tokenizer, tokenizer), []
+        encode = lambda texts, asked=asked, pair=pair: asked.append(texts) or pair.encode_sources(texts)  # noqa: E731
+        encoder = WordEncoder(tokenizer, encode)
+        asked.clear()
+        assert encoder(SOURCES) == pair.encode_sources(SOURCES)
+        assert asked == [SOURCES]
