@@ -58,6 +58,9 @@ class Answer(NamedTuple):
     num_unfinished: int  # targets, or their sentences, that met the length limit
 
 
+Translation = tuple[Answer, list[list[dict[str, Any]]]]  # also what `identify_languages` returns
+
+
 class OverloadError(Exception):
     """The server has no room for a request. The client may try again."""
 
@@ -130,7 +133,8 @@ class Service:
             return route
         pairs = [f"{a}-{b}" for a, b in self.routes if a != b]
         known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
-        raise UnknownModelError(f"A model must know the languages ({known}), got {source or 'any'}-{target}.")
+        given = target if source is None else f"{source}-{target}"
+        raise UnknownModelError(f"A model must know the languages ({known}), got {given}.")
 
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:
@@ -145,15 +149,18 @@ class Service:
 
     @contextlib.contextmanager
     def text_work(self, query: Query, ticket: Ticket) -> Iterator[None]:
-        """Return a context to split, encode and join the texts of a request. One long request at a time is in it."""
-        lock = self._text_lock if sum(map(len, query.texts)) >= _LONG_REQUEST else None
-        with lock or contextlib.nullcontext():
+        """Return a context to split, encode and join the texts of a request. One file or long request at a time is in it."""
+        lock = self._text_lock if query.is_file or sum(map(len, query.texts)) >= _LONG_REQUEST else None
+        while lock and not lock.acquire(timeout=ticket.check()):
+            pass
+        ticket.text_lock = lock
+        try:
             ticket.check()
-            ticket.text_lock = lock
-            try:
-                yield
-            finally:
-                ticket.text_lock = None
+            yield
+        finally:
+            ticket.text_lock = None
+            if lock:
+                lock.release()
 
     async def run_in_thread(self, function: Callable[[], Result]) -> Result:
         """Run a function that waits for the models in another thread."""
@@ -182,29 +189,32 @@ class Service:
                 return await self.run_in_thread(work)
             finally:
                 task.cancel()
+                request.state.num_unknown = ticket.num_unknown
 
     async def answer(self, request: Request, model: ServedModel | Pivot, query: Query) -> Answer:
         """Generate the targets of a request."""
         return await self.run(request, query, lambda ticket: answer(model, query, ticket))
 
-    async def translate(self, request: Request, query: Query) -> tuple[Answer, list[list[dict[str, Any]]]]:
-        """Translate texts from the query's language, or from that of each text. Returns also what `identify_languages` does."""
-        check_query(query, self.limits)
+    async def translate(self, request: Request, query: Query) -> Translation:
+        """Translate texts from the query's language, or from that of each text."""
+        return await self.run(request, query, lambda ticket: self.translate_texts(query, ticket))
+
+    def translate_texts(self, query: Query, ticket: Ticket) -> Translation:
+        """Translate texts, in a thread."""
         self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
             languages = [[{"confidence": 100.0, "language": query.source_lang}]] * len(query.texts)
         else:
             target, pairs = base_code(query.target_lang), self.targets_by_source
             sources = [source for source in pairs if target in pairs[source]]
-
             texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
             texts, count = ([" ".join(texts)], len(texts)) if query.is_file else (texts, 1)
-            languages = await self.run_in_thread(lambda: identify_languages(texts, sources) * count)
+            languages = identify_languages(texts, sources) * count
         best, targets, num_unfinished = [row[0]["language"] for row in languages], {}, 0
         for code in dict.fromkeys(best):
             indices = [index for index, language in enumerate(best) if language == code]
             part = replace(query, source_lang=code, texts=[query.texts[index] for index in indices])
-            result = await self.answer(request, self.find_translator(code, query.target_lang), part)
+            result = answer(self.find_translator(code, query.target_lang), part, ticket)
             targets.update(zip(indices, result.targets, strict=True))
             num_unfinished += result.num_unfinished
         return Answer([targets[index] for index in range(len(best))], num_unfinished), languages

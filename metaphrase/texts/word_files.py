@@ -32,6 +32,8 @@ _PARAGRAPH, _RUN, _TEXT, _FORMATTING = map(qn, ("w:p", "w:r", "w:t", "w:rPr"))
 _CONTAINERS = {*map(qn, ("w:hyperlink", "w:ins", "w:moveTo", "w:smartTag", "w:customXml", "w:sdt", "w:dir", "w:bdo"))}
 _CHARACTERS = {"w:tab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\u2011", "w:softHyphen": ""}
 _CHARACTERS = {qn(name): text for name, text in _CHARACTERS.items()}
+# Text of an element. The reading of a word in ruby text is not that of its target.
+_TEXT_PATHS = {_TEXT: ".", qn("w:ruby"): f"{qn('w:rubyBase')}//{_TEXT}"}
 _NO_CONTENT = {*map(qn, ("w:proofErr", "w:lastRenderedPageBreak"))}  # marks of the spelling and the pages of the source
 _NO_LOOK = {*map(qn, ("w:lang", "w:noProof"))}  # parts runs that look the same
 
@@ -43,15 +45,20 @@ class WordFile:
     """
 
     def __init__(self, path: Path, most_bytes: int):
-        """Read a file. Raises `MetaphraseError` if this is no Word document, or unpacks to more than `most_bytes`."""
+        """Read a file. Raises `MetaphraseError` if this is no Word document, or unpacks to more than `most_bytes`.
+
+        A part may have a tag for every 16 bytes of `most_bytes`, since an element takes far more memory than its text.
+        """
         # By default the library does not parse notes.
         PartFactory.part_type_for.update(dict.fromkeys(_NOTES, XmlPart))
         try:
             with zipfile.ZipFile(path) as archive:
-                size = sum(entry.file_size for entry in archive.infolist())
-            if size > most_bytes:
-                most, size = most_bytes >> 20, size >> 20
-                raise MetaphraseError(f"A .docx file must unpack to at most {most} MB, got {size} MB in {str(path)!r}.")
+                size, num_tags = sum(entry.file_size for entry in archive.infolist()), 0
+                if size <= most_bytes:
+                    num_tags = max((archive.read(name).count(b"<") for name in archive.namelist()), default=0)
+            if size > most_bytes or num_tags > most_bytes // 16:
+                most, given = f"{most_bytes >> 20} MB and {most_bytes // 16} tags", f"{size >> 20} MB and {num_tags}"
+                raise MetaphraseError(f"A .docx file must unpack to at most {most}, got {given} in {str(path)!r}.")
             self._document = docx.Document(str(path))
         except (OSError, MetaphraseError):
             raise
@@ -61,11 +68,11 @@ class WordFile:
         self._paragraphs = []
         for part in self._document.part.package.iter_parts():
             if part.content_type in _PARTS:
-                # A field, such as a table of contents, may go over many paragraphs.
-                fields: Counter[str] = Counter()
-                self._paragraphs += [_Paragraph(element, fields) for element in part.element.iter(_PARAGRAPH)]
-        # Paragraphs without letters and digits have no text.
-        self._paragraphs = [paragraph for paragraph in self._paragraphs if paragraph.text]
+                # A field, such as a table of contents, may go over many paragraphs. One without an end is none.
+                fields = _Fields(part.element)
+                paragraphs = (_Paragraph(element, fields) for element in part.element.iter(_PARAGRAPH))
+                # Paragraphs without letters and digits have no text.
+                self._paragraphs += [paragraph for paragraph in paragraphs if paragraph.text]
         self.texts = [paragraph.text for paragraph in self._paragraphs]
 
     def write(self, targets: Sequence[str], path: Path) -> None:
@@ -95,7 +102,7 @@ class _Piece(NamedTuple):
 class _Paragraph:
     """A paragraph, and its text as XML. The numbers in the tags are indices of `_parts`."""
 
-    def __init__(self, element: Any, fields: Counter[str]):
+    def __init__(self, element: Any, fields: "_Fields"):
         self._element, self.text = element, ""
         pieces = list(_read_pieces(element, fields))
         if not any(piece.kind == "text" and _HAS_TEXT.search(piece.content) for piece in pieces):
@@ -160,25 +167,42 @@ class _Paragraph:
                 _add_run(holder, formatting).text = child.tail
 
 
-def _read_pieces(holder: Any, fields: Counter[str]) -> Iterator[_Piece]:
+class _Fields:
+    """The marks of fields in a part, and the number of fields that are open where it is read."""
+
+    def __init__(self, root: Any):
+        self.num_open, opened = 0, []
+        self.steps: dict[Any, int] = {}
+        for mark in root.iter(qn("w:fldChar")):
+            kind = mark.get(qn("w:fldCharType"))
+            self.steps[mark] = 0
+            if kind == "begin":
+                opened.append(mark)
+            elif kind == "end" and opened:
+                self.steps |= {opened.pop(): 1, mark: -1}
+
+
+def _read_pieces(holder: Any, fields: _Fields) -> Iterator[_Piece]:
     for child in holder:
         if _stays_in_front(child) or str(child.tag).endswith("End") or child.tag in _NO_CONTENT:
             continue
-        if child.tag in _CONTAINERS and not fields["open"]:
+        if child.tag in _CONTAINERS and not fields.num_open:
             yield _Piece("begin", child)
             yield from _read_pieces(_holder_of(child), fields)
             yield _Piece("end", child)
             continue
-        marks = [mark.get(qn("w:fldCharType")) for mark in child.iter(qn("w:fldChar"))]
-        if marks or fields["open"] or child.tag == qn("w:fldSimple"):
-            fields["open"] = max(0, fields["open"] + marks.count("begin") - marks.count("end"))
+        marks = list(child.iter(qn("w:fldChar")))
+        if marks or fields.num_open or child.tag == qn("w:fldSimple"):
+            fields.num_open += sum(map(fields.steps.get, marks))
             yield _Piece("field", child)
         elif child.tag != _RUN:
             yield _Piece("kept", child)
         else:
             formatting = child.find(_FORMATTING)
             for item in child:
-                text = re.sub(r"\s", " ", item.text or "") if item.tag == _TEXT else _CHARACTERS.get(item.tag)
+                text = _CHARACTERS.get(item.tag)
+                if path := _TEXT_PATHS.get(item.tag):
+                    text = re.sub(r"\s", " ", "".join(part.text or "" for part in item.iterfind(path)))
                 if text is None or item.get(qn("w:type"), "textWrapping") != "textWrapping":
                     if item.tag != _FORMATTING and item.tag not in _NO_CONTENT:
                         yield _Piece("kept", item, formatting)
