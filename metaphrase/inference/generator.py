@@ -42,8 +42,10 @@ from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, set
 logger = logging.getLogger(__name__)
 
 ENGINES = ("auto", "torch", "ctranslate2")
-COUNTERS = ("num_unfinished", "num_truncated", "num_unknown", "num_cut")
-COUNTERS += ("num_loops", "num_looping", "num_drafted", "num_accepted")
+COUNTERS = (
+    *("num_unfinished", "num_truncated", "num_unknown", "num_cut"),
+    *("num_loops", "num_looping", "num_drafted", "num_accepted"),
+)
 # Options of `generate()` that phrases and loops add to those of transformers. None is as good as nothing.
 _OWN_OPTIONS = ("must_contain", "never_contain", "force_words_ids", "assistant_model", "end_loops")
 

@@ -133,8 +133,8 @@ class Service:
             return route
         pairs = [f"{a}-{b}" for a, b in self.routes if a != b]
         known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
-        given = target if source is None else f"{source}-{target}"
-        raise UnknownModelError(f"A model must know the languages ({known}), got {given}.")
+        pair = target if source is None else f"{source}-{target}"
+        raise UnknownModelError(f"A model must know the languages ({known}), got {pair}.")
 
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:

@@ -28,7 +28,7 @@ _HAS_TEXT = re.compile(r"[^\W_]")
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")  # characters that XML cannot hold
 _NOTES = (CONTENT_TYPE.WML_FOOTNOTES, CONTENT_TYPE.WML_ENDNOTES)
 _PARTS = (CONTENT_TYPE.WML_DOCUMENT_MAIN, CONTENT_TYPE.WML_HEADER, CONTENT_TYPE.WML_FOOTER, *_NOTES)
-_PARAGRAPH, _RUN, _TEXT, _FORMATTING = map(qn, ("w:p", "w:r", "w:t", "w:rPr"))
+_PARAGRAPH, _RUN, _TEXT, _FORMATTING, _FIELD_MARK = map(qn, ("w:p", "w:r", "w:t", "w:rPr", "w:fldChar"))
 _CONTAINERS = {*map(qn, ("w:hyperlink", "w:ins", "w:moveTo", "w:smartTag", "w:customXml", "w:sdt", "w:dir", "w:bdo"))}
 _CHARACTERS = {"w:tab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\u2011", "w:softHyphen": ""}
 _CHARACTERS = {qn(name): text for name, text in _CHARACTERS.items()}
@@ -57,8 +57,8 @@ class WordFile:
                 if size <= most_bytes:
                     num_tags = max((archive.read(name).count(b"<") for name in archive.namelist()), default=0)
             if size > most_bytes or num_tags > most_bytes // 16:
-                most, given = f"{most_bytes >> 20} MB and {most_bytes // 16} tags", f"{size >> 20} MB and {num_tags}"
-                raise MetaphraseError(f"A .docx file must unpack to at most {most}, got {given} in {str(path)!r}.")
+                most, sizes = f"{most_bytes >> 20} MB and {most_bytes // 16} tags", f"{size >> 20} MB and {num_tags}"
+                raise MetaphraseError(f"A .docx file must unpack to at most {most}, got {sizes} in {str(path)!r}.")
             self._document = docx.Document(str(path))
         except (OSError, MetaphraseError):
             raise
@@ -168,18 +168,15 @@ class _Paragraph:
 
 
 class _Fields:
-    """The marks of fields in a part, and the number of fields that are open where it is read."""
+    """The begins and ends of fields in a part, and the number of fields that are open where it is read."""
 
     def __init__(self, root: Any):
-        self.num_open, opened = 0, []
-        self.steps: dict[Any, int] = {}
-        for mark in root.iter(qn("w:fldChar")):
-            kind = mark.get(qn("w:fldCharType"))
-            self.steps[mark] = 0
-            if kind == "begin":
-                opened.append(mark)
-            elif kind == "end" and opened:
-                self.steps |= {opened.pop(): 1, mark: -1}
+        self.num_open, self.steps, begins = 0, dict[Any, int](), []
+        for mark in root.iter(_FIELD_MARK):
+            if (kind := mark.get(qn("w:fldCharType"))) == "begin":
+                begins.append(mark)
+            elif kind == "end" and begins:
+                self.steps |= {begins.pop(): 1, mark: -1}
 
 
 def _read_pieces(holder: Any, fields: _Fields) -> Iterator[_Piece]:
@@ -191,9 +188,9 @@ def _read_pieces(holder: Any, fields: _Fields) -> Iterator[_Piece]:
             yield from _read_pieces(_holder_of(child), fields)
             yield _Piece("end", child)
             continue
-        marks = list(child.iter(qn("w:fldChar")))
+        marks = list(child.iter(_FIELD_MARK))
         if marks or fields.num_open or child.tag == qn("w:fldSimple"):
-            fields.num_open += sum(map(fields.steps.get, marks))
+            fields.num_open += sum(fields.steps.get(mark, 0) for mark in marks)
             yield _Piece("field", child)
         elif child.tag != _RUN:
             yield _Piece("kept", child)
