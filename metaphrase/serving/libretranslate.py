@@ -2,10 +2,10 @@
 
 import reprlib
 import secrets
-import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -76,7 +76,7 @@ def make_router(service: Service) -> APIRouter:
         # LibreTranslate has no alternatives of HTML either.
         num_targets = 1 if body.format == "html" else 1 + body.alternatives
         query = Query(texts, **languages, text_format=body.format or "text", num_targets=num_targets)
-        result, confidences = await service.translate(request, query)
+        result, confidences = await service.run(request, query, partial(service.translate_texts, query))
         fields = {"translatedText": [row[0] for row in result.targets]}
         if query.source_lang is None:
             fields["detectedLanguage"] = [row[0] for row in confidences]
@@ -87,6 +87,16 @@ def make_router(service: Service) -> APIRouter:
         return JSONResponse(fields if is_list else {name: values[0] for name, values in fields.items()})
 
     files: dict[str, bytes] = {}
+
+    def translate_document(query: Query, name: str, content: bytes, ticket: Ticket) -> bytes:
+        try:
+            file = read_file(name, content, _UNPACKED * 1024 * service.limits.max_body_kilobytes)
+        except ImportError as error:
+            raise MetaphraseError(f"This server reads no {Path(name).suffix} files.") from error
+        query = replace(query, texts=file.texts)
+        check_query(query, service.limits)
+        result, _ = service.translate_texts(query, ticket)
+        return file.fill([row[0] for row in result.targets])
 
     @router.post("/translate_file")
     async def translate_file(request: Request) -> Response:
@@ -102,36 +112,16 @@ def make_router(service: Service) -> APIRouter:
             raise MetaphraseError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
         if suffix in _FORMATS:
             query = Query([content.decode()], **languages, text_format=_FORMATS[suffix])
-            result, _ = await service.translate(request, query)
+            result, _ = await service.run(request, query, partial(service.translate_texts, query))
             content = result.targets[0][0].encode()
         else:
-            content = await translate_document(request, name, content, languages)
+            query = Query([], **languages, text_format="xml", split_sentences=True, is_file=True)
+            work = partial(translate_document, query, name, content)
+            content = await service.run(request, query, work)
         files[name := secrets.token_urlsafe(16) + suffix] = content
         while len(files) > _MOST_FILES:
             del files[next(iter(files))]
         return JSONResponse({"translatedFileUrl": str(request.url_for("download_file", name=name))})
-
-    async def translate_document(request: Request, name: str, content: bytes, languages: dict[str, Any]) -> bytes:
-        query = Query([], **languages, text_format="xml", split_sentences=True, is_file=True)
-
-        def work(ticket: Ticket) -> bytes:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / f"file{Path(name).suffix.lower()}"
-                path.write_bytes(content)
-                try:
-                    file = read_file(path, _UNPACKED * 1024 * service.limits.max_body_kilobytes)
-                except ImportError as error:
-                    raise MetaphraseError(f"This server reads no {path.suffix} files.") from error
-                except ValueError as error:
-                    # The client does not know the path.
-                    raise MetaphraseError(str(error).replace(str(path), name)) from None
-                texts = replace(query, texts=file.texts)
-                check_query(texts, service.limits)
-                result, _ = service.translate_texts(texts, ticket)
-                file.write([row[0] for row in result.targets], path)
-                return path.read_bytes()
-
-        return await service.run(request, query, work)
 
     @router.get(DOWNLOAD_PATH + "{name}")
     async def download_file(name: str) -> Response:

@@ -19,12 +19,22 @@ _DEFAULTS = {"best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": 
 _DEFAULTS |= {"logprobs": False, "response_format": {"type": "text"}}
 
 
-class Options(BaseModel):
-    """Body of a request. Other options of `generate()` may stand beside these fields."""
+class Message(BaseModel):
+    """Message of a chat."""
+
+    role: str
+    content: str | list[dict[Literal["type", "text"], str]] | None = None
+
+
+class Prompts(BaseModel):
+    """Body of a request: `prompt` for completions, `messages` for a chat. Other options of `generate()` may stand beside them."""
 
     model_config = ConfigDict(extra="allow")
     model: str
+    prompt: str | list[str] = []
+    messages: list[Message] = []
     max_tokens: int | None = Field(None, ge=1)  # of each target, or of each sentence of a translation
+    max_completion_tokens: int | None = Field(None, ge=1)  # the newer name
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     n: int | None = Field(None, ge=1)
@@ -37,49 +47,23 @@ class Options(BaseModel):
     tgt_lang: str | None = None
 
 
-class Prompts(Options):
-    """Body of a request for completions."""
-
-    prompt: str | list[str]
-
-
-class Message(BaseModel):
-    """Message of a chat."""
-
-    role: str
-    content: str | list[dict[Literal["type", "text"], str]] | None = None
-
-
-class Chat(Options):
-    """Body of a request for the answer to a chat."""
-
-    messages: list[Message]
-    max_completion_tokens: int | None = Field(None, ge=1)
-
-
 def make_router(service: Service) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
     started = int(time.time())
 
-    @router.post("/chat/completions", openapi_extra=schema_of(Chat))
-    async def chat(request: Request) -> Response:
-        body = await read_body(request, Chat)
-        # A model reads one text, whatever came before.
-        content = next((message.content for message in body.messages[::-1] if message.role == "user"), None)
-        if content is None:
-            raise MetaphraseError("`messages` must have one of the role user, whose text is the source, got none.")
-        text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-        body.max_tokens = body.max_completion_tokens or body.max_tokens
-        return await respond(request, body, [text], "chat.completion" + ".chunk" * bool(body.stream))
-
+    @router.post("/chat/completions", openapi_extra=schema_of(Prompts))
     @router.post("/completions", openapi_extra=schema_of(Prompts))
     async def complete(request: Request) -> Response:
-        body = await read_body(request, Prompts)
-        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        return await respond(request, body, prompts, "text_completion")
-
-    async def respond(request: Request, body: Options, texts: list[str], kind: str) -> Response:
+        body, kind = await read_body(request, Prompts), "text_completion"
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if "/chat/" in request.url.path:
+            kind = "chat.completion" + ".chunk" * bool(body.stream)
+            # A model reads one text, whatever came before.
+            contents = [message.content or "" for message in body.messages if message.role == "user"][-1:]
+            texts = [row if isinstance(row, str) else "".join(part.get("text", "") for part in row) for row in contents]
+        if not texts:
+            raise MetaphraseError("A request must have a `prompt`, or a chat `messages` of the role user, got none.")
         model, query = service.find_model(body.model), _read_query(body, texts)
         frame = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "model": model.name, "created": int(time.time())}
         if body.stream:
@@ -117,10 +101,10 @@ def make_router(service: Service) -> APIRouter:
     return router
 
 
-def _read_query(body: Options, texts: list[str]) -> Query:
+def _read_query(body: Prompts, texts: list[str]) -> Query:
     # OpenAI samples at temperature 1 by default. Here, without `temperature` and `top_p`, the model's own search decides.
     # Top p of 1 leaves all tokens, and clients send it with every request. Temperature 0 is greedy search.
-    fields = {"max_new_tokens": body.max_tokens, "temperature": body.temperature}
+    fields = {"max_new_tokens": body.max_completion_tokens or body.max_tokens, "temperature": body.temperature}
     fields["top_p"] = None if body.top_p == 1 else body.top_p
     if body.temperature == 0:
         fields |= {"temperature": None, "top_p": None, "do_sample": False, "num_beams": 1}

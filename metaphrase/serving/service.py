@@ -195,12 +195,8 @@ class Service:
         """Generate the targets of a request."""
         return await self.run(request, query, lambda ticket: answer(model, query, ticket))
 
-    async def translate(self, request: Request, query: Query) -> Translation:
-        """Translate texts from the query's language, or from that of each text."""
-        return await self.run(request, query, lambda ticket: self.translate_texts(query, ticket))
-
     def translate_texts(self, query: Query, ticket: Ticket) -> Translation:
-        """Translate texts, in a thread."""
+        """Translate texts from the query's language, or from that of each text: a function for `run`."""
         self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
             languages = [[{"confidence": 100.0, "language": query.source_lang}]] * len(query.texts)

@@ -1,7 +1,7 @@
 """Subtitles: texts of .srt, .vtt, .ass and .ssa files to decode, and the targets in their places. All else stays as it is."""
 
 import html
-import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,15 +11,13 @@ from pathlib import Path
 from metaphrase.errors import MetaphraseError
 from metaphrase.texts.plan import SPACELESS
 
-logger = logging.getLogger(__name__)
-
 # Libraries write a file anew. pysubs2 loses numbers, positions and comments; webvtt-py changes times.
 # A part of a line that stands once in a pattern cannot be tried in many ways, which would take hours for hostile lines.
 _TIMES = r"([ \t]*\d[\d:., \t]*-->[ \t]*\d[^\n]*\n?)"
-# A number before the times is no text, nor is in WebVTT a line of its own behind an empty one.
+# A number before the times is no text. In WebVTT, nor are a line before the times and a note behind an empty line.
 _SRT_HEAD = re.compile(rf"^(?:\d+[ \t]*\n)?{_TIMES}", re.MULTILINE)
-_VTT_HEAD = re.compile(rf"^(?:(?:\d+[ \t]*|(?<=\n\n)[^\n]+)\n)?{_TIMES}", re.MULTILINE)
-_VTT_BLOCK = re.compile(r"^\n+(?:NOTE|STYLE|REGION)\b", re.MULTILINE)
+_NOTE = r"(?<=\n\n)(?:NOTE|STYLE|REGION)\b[^\n]*(?:\n[^\n]+)*"
+_VTT_HEAD = re.compile(rf"^(?:{_NOTE}|(?:(?:\d+[ \t]*|(?<=\n\n)[^\n]+)\n)?{_TIMES})", re.MULTILINE)
 _DIALOGUE = re.compile(r"^Dialogue:[^\n,]*,([^\n,]*,[^\n,]*),((?:[^\n,]*,){6})([^\n]*)", re.MULTILINE)
 _TIME = re.compile(r"(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9}(?:[.,]\d{1,9})?)")
 _WORD_TIME = re.compile(r"<(?:\d+:)?\d+:\d+\.\d+>")
@@ -62,14 +60,14 @@ class _Event:
 class Subtitles:
     """A file of subtitles. Its `texts` are XML. A sentence that goes over several events is in one of them."""
 
-    def __init__(self, path: Path):
+    def __init__(self, name: str, data: bytes):
         """Read a file. Raises `MetaphraseError` if the file is not UTF-8, or UTF-16 with a mark."""
-        data, suffix = path.read_bytes(), path.suffix.lower()
+        suffix = Path(name).suffix.lower()
         encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
         try:
             content = data.decode(encoding)
         except UnicodeDecodeError as error:
-            raise MetaphraseError(f"Subtitles must be UTF-8, got {path}: {error}. Convert them first.") from error
+            raise MetaphraseError(f"Subtitles must be UTF-8, got {name}: {error}. Convert them first.") from error
         self.newline = "\r\n" if "\r\n" in content else "\n"
         self.content = content.replace("\r\n", "\n")
         self.is_vtt, self.is_ass = suffix == ".vtt", suffix in (".ass", ".ssa")
@@ -82,8 +80,8 @@ class Subtitles:
                 self._groups.append([event])
         self.texts = [" ".join(event.text for event in group) for group in self._groups]
 
-    def write(self, targets: Sequence[str], path: Path) -> None:
-        """Write the file with the targets of the texts. A target is divided among events and lines by their lengths."""
+    def fill(self, targets: Sequence[str]) -> bytes:
+        """Return the file with the targets of the texts. A target is divided among events and lines by their lengths."""
         parts, position = [], 0
         for group, target in zip(self._groups, targets, strict=True):
             sizes = [sum(map(sum, event.rows)) for event in group]
@@ -99,8 +97,7 @@ class Subtitles:
                 start, end = event.span
                 parts += [self.content[position:start], text]
                 position = end
-        content = "".join([*parts, self.content[position:]])
-        path.write_text(content, encoding="utf-8", newline=self.newline)
+        return "".join([*parts, self.content[position:]]).replace("\n", self.newline).encode()
 
     def _read_events(self) -> Iterator[_Event]:
         if self.is_ass:
@@ -108,12 +105,9 @@ class Subtitles:
         else:
             heads = list((_VTT_HEAD if self.is_vtt else _SRT_HEAD).finditer(self.content))
             ends = [*(head.start() for head in heads[1:]), len(self.content)]
-            events = [(head[1], "", (head.end(), end)) for head, end in zip(heads, ends, strict=False)]
-        num_skipped = 0
+            events = [(head[1], "", (head.end(), end)) for head, end in zip(heads, ends, strict=False) if head[1]]
         for line, style, (start, end) in events:
             raw = self.content[start:end]
-            if self.is_vtt:
-                raw = _VTT_BLOCK.split(raw, 1)[0]
             start, end = start + len(raw) - len(raw.lstrip()), start + len(raw.rstrip())
             # Times of single words would be wrong in a target.
             raw = _WORD_TIME.sub("", raw.strip()) if self.is_vtt else raw.strip()
@@ -123,14 +117,10 @@ class Subtitles:
                 3600 * int(hours or 0) + 60 * int(minutes) + float(seconds.replace(",", "."))
                 for hours, minutes, seconds in _TIME.findall(line)[:2]
             ]
-            if len(times) < 2:
-                num_skipped += 1
-                continue
             if self.is_ass:
                 raw = re.sub(r"\\[Nn]", "\n", raw).replace("\\h", "\u00a0")
-            yield _Event((start, end), *self._mark_tags(raw), style, *times)
-        if num_skipped:
-            logger.warning("%d events have no times that can be read, and stay as they are.", num_skipped)
+            # An event without times goes on in no other one.
+            yield _Event((start, end), *self._mark_tags(raw), style, *[*times, math.nan, math.nan][:2])
 
     def _mark_tags(self, raw: str) -> tuple[str, list[list[int]], str, str]:
         """Return a text whose tags are XML, the sizes of its lines, and the markup before and behind all of its words.
@@ -161,14 +151,9 @@ class Subtitles:
             if not piece["tag"]:
                 inner += piece.group().replace("<", "&lt;") if self.is_vtt else html.escape(piece.group(), quote=False)
                 continue
-            form = (
-                '</{} v="{}">'
-                if index in openers
-                else '<{} v="{}">'
-                if index in partners
-                else '<{} v="{}" translate="no"/>'
-            )
-            inner += form.format(piece["name"] or piece["style"] or "t", html.escape(piece.group()))
+            name, slash = piece["name"] or piece["style"] or "t", "/" * (index in openers)
+            end = "" if index in openers or index in partners else ' translate="no"/'
+            inner += f'<{slash}{name} v="{html.escape(piece.group())}"{end}>'
         before, after = ("".join(piece.group() for piece in part) for part in (pieces[:first], pieces[last:]))
         before += inner[: len(inner) - len(inner.lstrip())]
         after = inner[len(inner.rstrip()) :] + after
@@ -217,9 +202,8 @@ def _divide(text: str, shares: Sequence[int], splits_elements: bool = False) -> 
         done += share
         # Later parts need a place, too.
         free = [index for index in gaps if index > position][: (number - len(shares) + 1) or None]
-        cut = min(
-            free, key=lambda index: abs(lengths[index] - length * done / max(1, sum(shares))), default=len(pieces)
-        )
+        place = length * done / max(1, sum(shares))
+        cut = min(free, key=lambda index: abs(lengths[index] - place), default=len(pieces))
         parts.append("".join(pieces[position:cut]).strip())
         position = cut
     return [*parts, "".join(pieces[position:]).strip()]

@@ -2,12 +2,12 @@
 
 import copy
 import html
+import io
 import itertools
 import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 try:
@@ -44,27 +44,25 @@ class WordFile:
     Formatted words are in elements. Images, references and fields are elements that stay as they are.
     """
 
-    def __init__(self, path: Path, most_bytes: int):
-        """Read a file. Raises `MetaphraseError` if this is no Word document, or unpacks to more than `most_bytes`.
-
-        A part may have a tag for every 16 bytes of `most_bytes`, since an element takes far more memory than its text.
-        """
+    def __init__(self, name: str, data: bytes, most_bytes: int):
+        """Read a file. Raises `MetaphraseError` if this is no Word document, or unpacks to more than `most_bytes`."""
         # By default the library does not parse notes.
         PartFactory.part_type_for.update(dict.fromkeys(_NOTES, XmlPart))
         try:
-            with zipfile.ZipFile(path) as archive:
-                size, num_tags = sum(entry.file_size for entry in archive.infolist()), 0
-                if size <= most_bytes:
-                    num_tags = max((archive.read(name).count(b"<") for name in archive.namelist()), default=0)
-            if size > most_bytes or num_tags > most_bytes // 16:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                size = sum(entry.file_size for entry in archive.infolist())
+                names = archive.namelist() if size <= most_bytes else []
+                num_tags = sum(archive.read(part).count(b"<") for part in names)
+            # An element takes far more memory than its tag.
+            if max(size, 16 * num_tags) > most_bytes:
                 most, sizes = f"{most_bytes >> 20} MB and {most_bytes // 16} tags", f"{size >> 20} MB and {num_tags}"
-                raise MetaphraseError(f"A .docx file must unpack to at most {most}, got {sizes} in {str(path)!r}.")
-            self._document = docx.Document(str(path))
-        except (OSError, MetaphraseError):
+                raise MetaphraseError(f"A .docx file must unpack to at most {most}, got {sizes} in {name!r}.")
+            self._document = docx.Document(io.BytesIO(data))
+        except MetaphraseError:
             raise
         except Exception as error:
             # The library raises errors of many kinds for damaged files.
-            raise MetaphraseError(f"A .docx file must be a Word document, got {str(path)!r}: {error}.") from error
+            raise MetaphraseError(f"A .docx file must be a Word document, got {name!r}: {error}.") from error
         self._paragraphs = []
         for part in self._document.part.package.iter_parts():
             if part.content_type in _PARTS:
@@ -75,11 +73,12 @@ class WordFile:
                 self._paragraphs += [paragraph for paragraph in paragraphs if paragraph.text]
         self.texts = [paragraph.text for paragraph in self._paragraphs]
 
-    def write(self, targets: Sequence[str], path: Path) -> None:
-        """Write the document with the targets of the texts."""
+    def fill(self, targets: Sequence[str]) -> bytes:
+        """Return the document with the targets of the texts."""
         for paragraph, target in zip(self._paragraphs, targets, strict=True):
             paragraph.fill(target)
-        self._document.save(str(path))
+        self._document.save(file := io.BytesIO())
+        return file.getvalue()
 
 
 class _Piece(NamedTuple):
