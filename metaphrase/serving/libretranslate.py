@@ -116,8 +116,7 @@ def make_router(service: Service) -> APIRouter:
             content = result.targets[0][0].encode()
         else:
             query = Query([], **languages, text_format="xml", split_sentences=True, is_file=True)
-            work = partial(translate_document, query, name, content)
-            content = await service.run(request, query, work)
+            content = await service.run(request, query, partial(translate_document, query, name, content))
         files[name := secrets.token_urlsafe(16) + suffix] = content
         while len(files) > _MOST_FILES:
             del files[next(iter(files))]

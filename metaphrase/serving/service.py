@@ -58,9 +58,6 @@ class Answer(NamedTuple):
     num_unfinished: int  # targets, or their sentences, that met the length limit
 
 
-Translation = tuple[Answer, list[list[dict[str, Any]]]]  # also what `identify_languages` returns
-
-
 class OverloadError(Exception):
     """The server has no room for a request. The client may try again."""
 
@@ -150,17 +147,16 @@ class Service:
     @contextlib.contextmanager
     def text_work(self, query: Query, ticket: Ticket) -> Iterator[None]:
         """Return a context to split, encode and join the texts of a request. One file or long request at a time is in it."""
-        lock = self._text_lock if query.is_file or sum(map(len, query.texts)) >= _LONG_REQUEST else None
-        while lock and not lock.acquire(timeout=ticket.check()):
+        is_long = query.is_file or sum(map(len, query.texts)) >= _LONG_REQUEST
+        ticket.text_lock = lock = self._text_lock if is_long else threading.Lock()
+        while not lock.acquire(timeout=ticket.check()):
             pass
-        ticket.text_lock = lock
         try:
             ticket.check()
             yield
         finally:
             ticket.text_lock = None
-            if lock:
-                lock.release()
+            lock.release()
 
     async def run_in_thread(self, function: Callable[[], Result]) -> Result:
         """Run a function that waits for the models in another thread."""
@@ -195,8 +191,8 @@ class Service:
         """Generate the targets of a request."""
         return await self.run(request, query, lambda ticket: answer(model, query, ticket))
 
-    def translate_texts(self, query: Query, ticket: Ticket) -> Translation:
-        """Translate texts from the query's language, or from that of each text: a function for `run`."""
+    def translate_texts(self, query: Query, ticket: Ticket) -> tuple[Answer, list[list[dict[str, Any]]]]:
+        """Translate texts, in `run`, from their own language or that of each. Returns also what `identify_languages` does."""
         self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
             languages = [[{"confidence": 100.0, "language": query.source_lang}]] * len(query.texts)
