@@ -59,6 +59,13 @@ class TokenizerPair:
             )
 
     @property
+    def unknown_id(self) -> int | None:
+        """Id of source text that has no token. GPT-2's tokenizer, which knows all bytes, calls its end unknown."""
+        tokenizer = self.source
+        known_ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        return None if tokenizer.unk_token_id in known_ids else tokenizer.unk_token_id
+
+    @property
     def is_joint(self) -> bool:
         """True if one tokenizer serves both sides."""
         return self.source is self.target

@@ -88,10 +88,10 @@ def generate_mbr(
 
     candidates = references = draw(num_candidates)
     if num_references is not None:
-        num_truncated = generator.num_truncated
+        counts = generator.num_truncated, generator.num_unknown
         references = draw(num_references)
         # The pseudo-references came from the same sources, which count once.
-        generator.num_truncated = num_truncated
+        generator.num_truncated, generator.num_unknown = counts
     selected = []
     for row, weights in zip(candidates, references, strict=True):
         utilities = expected_utilities(list(row), weights, utility)

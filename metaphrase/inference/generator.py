@@ -42,7 +42,10 @@ from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, set
 logger = logging.getLogger(__name__)
 
 ENGINES = ("auto", "torch", "ctranslate2")
-COUNTERS = ("num_unfinished", "num_truncated", "num_cut", "num_loops", "num_looping", "num_drafted", "num_accepted")
+COUNTERS = (
+    *("num_unfinished", "num_truncated", "num_unknown", "num_cut"),
+    *("num_loops", "num_looping", "num_drafted", "num_accepted"),
+)
 # Options of `generate()` that phrases and loops add to those of transformers. None is as good as nothing.
 _OWN_OPTIONS = ("must_contain", "never_contain", "force_words_ids", "assistant_model", "end_loops")
 
@@ -92,6 +95,7 @@ class TextStream:
 
     Attributes:
         num_unfinished: Hypotheses that met the length limit before their end of sequence.
+        num_unknown: Sources with tokens that the tokenizer of the called generator does not know.
         num_cut: Sentences of whole texts that were too long and were cut into parts.
         num_loops: Targets that repeated themselves and were generated again, with `end_loops`.
         num_looping: Of these, targets that still repeat themselves.
@@ -99,7 +103,8 @@ class TextStream:
         num_accepted: Proposed tokens that became part of a target.
     """
 
-    num_unfinished = num_truncated = num_cut = num_loops = num_looping = num_drafted = num_accepted = 0
+    num_unfinished = num_truncated = num_unknown = num_cut = 0
+    num_loops = num_looping = num_drafted = num_accepted = 0
     num_targets: Callable[..., int]
     generate_stream: Callable[..., Iterator[list[ScoredText]]]
 
@@ -120,6 +125,9 @@ class TextStream:
         if self.num_truncated:
             text = "%d of %d sources had more than max_source_length tokens and were truncated."
             logger.warning(text, self.num_truncated, num_sources)
+        if self.num_unknown:
+            text = "%d of %d sources have unknown tokens, for characters or words that the vocabulary lacks."
+            logger.warning(text, self.num_unknown, num_sources)
         if self.num_cut:
             logger.warning("%d sentences were too long and were cut between clauses.", self.num_cut)
         if self.num_drafted:
@@ -197,10 +205,14 @@ class Plan:
         # Compare tuples of all models' ids, so that a source counts once. What a draft model reads changes no target.
         counted = slice(1 + len(self.generators[0].members))
         num_truncated = sum(map(operator.ne, zip(*uncut[counted], strict=True), zip(*sources[counted], strict=True)))
-        with numbering([number for number, text in enumerate(documents, start=1) for _ in text.sentences]):
+        numbers = [number for number, text in enumerate(documents, start=1) for _ in text.sentences]
+        unknown = self.generators[0].tokenizers.unknown_id
+        num_unknown = len({number for number, ids in zip(numbers, sources[0], strict=True) if unknown in ids})
+        with numbering(numbers):
             for generator, ids in zip(self.generators, sources, strict=True):
                 check_sources(ids, longest_source(generator.model), generator.max_tokens_per_batch)
-        return EncodedTexts(sources, documents, {"num_cut": num_cut, "num_truncated": num_truncated})
+        counts = {"num_cut": num_cut, "num_truncated": num_truncated, "num_unknown": num_unknown}
+        return EncodedTexts(sources, documents, counts)
 
     def decode(self, documents: list[Document], hypotheses: list[list[Hypothesis]]) -> list[list[ScoredText]]:
         """Return target texts for all sources. A blank source has empty ones.

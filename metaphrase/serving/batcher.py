@@ -36,6 +36,7 @@ class Ticket:
     deadline: float  # by `time.monotonic()`
     seed: int | None = None
     is_cancelled: bool = False  # True if the client has gone
+    num_unknown: int = 0  # sentences with tokens that a tokenizer does not know
     text_lock: "threading.Lock | None" = None  # held by a long request, but not while it waits
 
     def check(self) -> float:
@@ -78,6 +79,7 @@ class QueuedGenerator(Generator):
     def generate_encoded(self, plan: Plan, encoded: EncodedTexts, *progress: Any) -> list[list[Hypothesis]]:
         hypotheses = self.batcher.generate(self.ticket, plan, encoded)
         self.count(encoded.counts, hypotheses)
+        self.ticket.num_unknown += encoded.counts.get("num_unknown", 0)
         return hypotheses
 
 

@@ -1,6 +1,7 @@
 """DeepL's API for texts: the client `deepl`, and translation tools that have it built in."""
 
 import re
+from functools import partial
 from typing import Literal
 from urllib.parse import parse_qsl
 
@@ -68,7 +69,7 @@ def make_router(service: Service) -> APIRouter:
             # A form has one field for all tags.
             keep_tags=[tag for tags in body.ignore_tags for tag in tags.split(",") if tag],
         )
-        result, confidences = await service.translate(request, query)
+        result, confidences = await service.run(request, query, partial(service.translate_texts, query))
         num_characters += sum(map(len, body.text))
         rows = []
         for text, [target], languages in zip(body.text, result.targets, confidences, strict=True):

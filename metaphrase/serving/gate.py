@@ -155,6 +155,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if num_unknown := scope.get("state", {}).get("num_unknown"):
+                    message["headers"].append((b"x-unknown-tokens", str(num_unknown).encode()))
             await send(message)
 
         app = self.app

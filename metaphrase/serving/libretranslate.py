@@ -1,11 +1,11 @@
 """LibreTranslate's API: `libretranslatepy`, and the many applications that speak to a LibreTranslate server."""
 
-import asyncio
 import reprlib
 import secrets
-import tempfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -14,9 +14,10 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from metaphrase.errors import MetaphraseError
+from metaphrase.serving.batcher import Ticket
 from metaphrase.serving.gate import DOWNLOAD_PATH, WRONG_KEY, read_key
 from metaphrase.serving.models import base_code, check_fields, identify_languages, name_of, read_body, schema_of
-from metaphrase.serving.service import Query, Service
+from metaphrase.serving.service import Query, Service, check_query
 from metaphrase.texts.whole_texts import FILE_SUFFIXES, read_file
 
 _MOST_FILES = 64  # translated files that the server keeps, until further ones come
@@ -64,7 +65,8 @@ def make_router(service: Service) -> APIRouter:
             return {}
         for code in (body.source, body.target):
             if base_code(code) not in codes and (code, code) != ("auto", body.source):
-                raise MetaphraseError(f"{code} is not supported")
+                hint = "" if codes else ": start the server with a name such as en-de=FOLDER"
+                raise MetaphraseError(f"{code} is not supported{hint}")
         return {"source_lang": None if body.source == "auto" else body.source, "target_lang": body.target}
 
     @router.post("/translate", openapi_extra=schema_of(Texts, *_KINDS))
@@ -74,7 +76,7 @@ def make_router(service: Service) -> APIRouter:
         # LibreTranslate has no alternatives of HTML either.
         num_targets = 1 if body.format == "html" else 1 + body.alternatives
         query = Query(texts, **languages, text_format=body.format or "text", num_targets=num_targets)
-        result, confidences = await service.translate(request, query)
+        result, confidences = await service.run(request, query, partial(service.translate_texts, query))
         fields = {"translatedText": [row[0] for row in result.targets]}
         if query.source_lang is None:
             fields["detectedLanguage"] = [row[0] for row in confidences]
@@ -84,7 +86,17 @@ def make_router(service: Service) -> APIRouter:
         is_list = isinstance(body.q, list)
         return JSONResponse(fields if is_list else {name: values[0] for name, values in fields.items()})
 
-    files, reading = {}, asyncio.Lock()
+    files: dict[str, bytes] = {}
+
+    def translate_document(query: Query, name: str, content: bytes, ticket: Ticket) -> bytes:
+        try:
+            file = read_file(name, content, _UNPACKED * 1024 * service.limits.max_body_kilobytes)
+        except ImportError as error:
+            raise MetaphraseError(f"This server reads no {Path(name).suffix} files.") from error
+        query = replace(query, texts=file.texts)
+        check_query(query, service.limits)
+        result, _ = service.translate_texts(query, ticket)
+        return file.fill([row[0] for row in result.targets])
 
     @router.post("/translate_file")
     async def translate_file(request: Request) -> Response:
@@ -100,33 +112,15 @@ def make_router(service: Service) -> APIRouter:
             raise MetaphraseError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
         if suffix in _FORMATS:
             query = Query([content.decode()], **languages, text_format=_FORMATS[suffix])
-            result, _ = await service.translate(request, query)
+            result, _ = await service.run(request, query, partial(service.translate_texts, query))
             content = result.targets[0][0].encode()
         else:
-            content = await translate_document(request, name, content, languages)
+            query = Query([], **languages, text_format="xml", split_sentences=True, is_file=True)
+            content = await service.run(request, query, partial(translate_document, query, name, content))
         files[name := secrets.token_urlsafe(16) + suffix] = content
         while len(files) > _MOST_FILES:
             del files[next(iter(files))]
         return JSONResponse({"translatedFileUrl": str(request.url_for("download_file", name=name))})
-
-    async def translate_document(request: Request, name: str, content: bytes, languages: dict[str, Any]) -> bytes:
-        most_bytes = _UNPACKED * 1024 * service.limits.max_body_kilobytes
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / f"file{Path(name).suffix.lower()}"
-            path.write_bytes(content)
-            try:
-                # A document may need much memory, so one is read at a time.
-                async with reading:
-                    file = await service.run_in_thread(lambda: read_file(path, most_bytes))
-            except ImportError as error:
-                raise MetaphraseError(f"This server reads no {path.suffix} files.") from error
-            except ValueError as error:
-                # The client does not know the path.
-                raise MetaphraseError(str(error).replace(str(path), name)) from None
-            query = Query(file.texts, **languages, text_format="xml", split_sentences=True, is_file=True)
-            result, _ = await service.translate(request, query)
-            await service.run_in_thread(lambda: file.write([row[0] for row in result.targets], path))
-            return path.read_bytes()
 
     @router.get(DOWNLOAD_PATH + "{name}")
     async def download_file(name: str) -> Response:

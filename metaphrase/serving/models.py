@@ -176,11 +176,9 @@ async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str,
             pairs = parse_qs(body.decode(), keep_blank_values=True, strict_parsing=bool(body), max_num_fields=1000)
             content = {name: values if name in lists else values[-1] for name, values in pairs.items()}
         else:
-            content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise MetaphraseError("The body must be JSON or a form, got neither.") from error
-    if not isinstance(content, dict):
-        raise MetaphraseError(f"The body must be an object with fields, got {type(content).__name__}.")
+            content = dict(json.loads(body))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise MetaphraseError("The body must be a JSON object or a form, got neither.") from error
     return check_fields(content, fields)
 
 

@@ -1,29 +1,40 @@
-"""OpenAI's API for completions: the client `openai`, and tools that take a base URL."""
+"""OpenAI's API for chats and completions: the client `openai`, and tools that take a base URL."""
 
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from metaphrase.serving.gate import stream_response
+from metaphrase.errors import MetaphraseError
+from metaphrase.serving.gate import error_response, stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
 from metaphrase.serving.service import Query, Service, cut_at, stream_target
 
 # Values that change nothing, which clients send.
 _DEFAULTS = {"best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "presence_penalty": 0, "suffix": ""}
+_DEFAULTS |= {"logprobs": False, "response_format": {"type": "text"}}
+
+
+class Message(BaseModel):
+    """Message of a chat."""
+
+    role: str
+    content: str | list[dict[Literal["type", "text"], str]] | None = None
 
 
 class Prompts(BaseModel):
-    """Body of a request. Other options of `generate()` may stand beside these fields."""
+    """Body of a request: `prompt` for completions, `messages` for a chat. Other options of `generate()` may stand beside them."""
 
     model_config = ConfigDict(extra="allow")
     model: str
-    prompt: str | list[str]
+    prompt: str | list[str] = []
+    messages: list[Message] = []
     max_tokens: int | None = Field(None, ge=1)  # of each target, or of each sentence of a translation
+    max_completion_tokens: int | None = Field(None, ge=1)  # the newer name
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     n: int | None = Field(None, ge=1)
@@ -41,12 +52,20 @@ def make_router(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
     started = int(time.time())
 
+    @router.post("/chat/completions", openapi_extra=schema_of(Prompts))
     @router.post("/completions", openapi_extra=schema_of(Prompts))
     async def complete(request: Request) -> Response:
-        body = await read_body(request, Prompts)
-        model, query = service.find_model(body.model), _read_query(body)
-        frame = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "model": model.name}
-        frame["created"] = int(time.time())
+        body, kind = await read_body(request, Prompts), "text_completion"
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if "/chat/" in request.url.path:
+            kind = "chat.completion" + ".chunk" * bool(body.stream)
+            # A model reads one text, whatever came before.
+            contents = [message.content or "" for message in body.messages if message.role == "user"][-1:]
+            texts = [row if isinstance(row, str) else "".join(part.get("text", "") for part in row) for row in contents]
+        if not texts:
+            raise MetaphraseError("A request must have a `prompt`, or a chat `messages` of the role user, got none.")
+        model, query = service.find_model(body.model), _read_query(body, texts)
+        frame = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "model": model.name, "created": int(time.time())}
         if body.stream:
             with_usage = (body.stream_options or {}).get("include_usage", False)
             events = _events(service, model, query, frame, with_usage)
@@ -58,7 +77,7 @@ def make_router(service: Service) -> APIRouter:
             text = cut_at(target, query.stops)
             # The count is that of all targets.
             is_cut = bool(result.num_unfinished) and text == target
-            choices.append(_choice(text, "length" if is_cut else "stop", index))
+            choices.append(_choice(kind, text, "length" if is_cut else "stop", index))
         usage = await _count_usage(service, model, query.texts, targets)
         return JSONResponse(frame | {"choices": choices, "usage": usage})
 
@@ -73,19 +92,25 @@ def make_router(service: Service) -> APIRouter:
     async def get_model(name: str) -> Response:
         return JSONResponse(describe(service.find_model(name)))
 
+    @router.api_route("/{path:path}", methods=["GET", "POST"], include_in_schema=False)
+    async def refuse(request: Request) -> Response:
+        known = "POST /v1/chat/completions and /v1/completions, GET /v1/models"
+        path = request.url.path
+        return error_response(path, 404, f"The request must be one of {known}, got {request.method} {path}.")
+
     return router
 
 
-def _read_query(body: Prompts) -> Query:
+def _read_query(body: Prompts, texts: list[str]) -> Query:
     # OpenAI samples at temperature 1 by default. Here, without `temperature` and `top_p`, the model's own search decides.
     # Top p of 1 leaves all tokens, and clients send it with every request. Temperature 0 is greedy search.
-    fields = {"max_new_tokens": body.max_tokens, "temperature": body.temperature}
+    fields = {"max_new_tokens": body.max_completion_tokens or body.max_tokens, "temperature": body.temperature}
     fields["top_p"] = None if body.top_p == 1 else body.top_p
     if body.temperature == 0:
         fields |= {"temperature": None, "top_p": None, "do_sample": False, "num_beams": 1}
     options = [*(body.model_extra or {}).items(), *fields.items()]
     return Query(
-        [body.prompt] if isinstance(body.prompt, str) else body.prompt,
+        texts,
         source_lang=body.src_lang,
         target_lang=body.tgt_lang,
         num_targets=body.n or 1,
@@ -99,17 +124,21 @@ async def _events(
     service: Service, model: ServedModel, query: Query, frame: dict[str, Any], with_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield one event for each piece, and one for the usage."""
-    texts = []
+    texts: list[str] = []
     async for piece, reason in stream_target(service, model, query):
+        yield frame | {"choices": [_choice(frame["object"], piece, reason, is_first=not texts)]}
         texts.append(piece)
-        yield frame | {"choices": [_choice(piece, reason)]}
     if with_usage:
         usage = await _count_usage(service, model, query.texts, ["".join(texts)])
         yield frame | {"choices": [], "usage": usage}
 
 
-def _choice(text: str, reason: str | None, index: int = 0) -> dict[str, Any]:
-    return {"text": text, "index": index, "logprobs": None, "finish_reason": reason}
+def _choice(kind: str, text: str, reason: str | None, index: int = 0, is_first: bool = True) -> dict[str, Any]:
+    # Clients join the fields of all pieces.
+    message = {"content": text} | ({"role": "assistant"} if is_first else {})
+    contents = {"text_completion": {"text": text}, "chat.completion": {"message": message}}
+    content = contents.get(kind, {"delta": message})
+    return content | {"index": index, "logprobs": None, "finish_reason": reason}
 
 
 async def _count_usage(service: Service, model: ServedModel, sources: Sequence[str], targets: Sequence[str]) -> dict:

@@ -130,7 +130,8 @@ class Service:
             return route
         pairs = [f"{a}-{b}" for a, b in self.routes if a != b]
         known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
-        raise UnknownModelError(f"A model must know the languages ({known}), got {source or 'any'}-{target}.")
+        pair = target if source is None else f"{source}-{target}"
+        raise UnknownModelError(f"A model must know the languages ({known}), got {pair}.")
 
     @contextlib.contextmanager
     def admit(self, seed: int | None = None) -> Iterator[Ticket]:
@@ -145,15 +146,17 @@ class Service:
 
     @contextlib.contextmanager
     def text_work(self, query: Query, ticket: Ticket) -> Iterator[None]:
-        """Return a context to split, encode and join the texts of a request. One long request at a time is in it."""
-        lock = self._text_lock if sum(map(len, query.texts)) >= _LONG_REQUEST else None
-        with lock or contextlib.nullcontext():
+        """Return a context to split, encode and join the texts of a request. One file or long request at a time is in it."""
+        is_long = query.is_file or sum(map(len, query.texts)) >= _LONG_REQUEST
+        ticket.text_lock = lock = self._text_lock if is_long else threading.Lock()
+        while not lock.acquire(timeout=ticket.check()):
+            pass
+        try:
             ticket.check()
-            ticket.text_lock = lock
-            try:
-                yield
-            finally:
-                ticket.text_lock = None
+            yield
+        finally:
+            ticket.text_lock = None
+            lock.release()
 
     async def run_in_thread(self, function: Callable[[], Result]) -> Result:
         """Run a function that waits for the models in another thread."""
@@ -182,29 +185,28 @@ class Service:
                 return await self.run_in_thread(work)
             finally:
                 task.cancel()
+                request.state.num_unknown = ticket.num_unknown
 
     async def answer(self, request: Request, model: ServedModel | Pivot, query: Query) -> Answer:
         """Generate the targets of a request."""
         return await self.run(request, query, lambda ticket: answer(model, query, ticket))
 
-    async def translate(self, request: Request, query: Query) -> tuple[Answer, list[list[dict[str, Any]]]]:
-        """Translate texts from the query's language, or from that of each text. Returns also what `identify_languages` does."""
-        check_query(query, self.limits)
+    def translate_texts(self, query: Query, ticket: Ticket) -> tuple[Answer, list[list[dict[str, Any]]]]:
+        """Translate texts, in `run`, from their own language or that of each. Returns also what `identify_languages` does."""
         self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
             languages = [[{"confidence": 100.0, "language": query.source_lang}]] * len(query.texts)
         else:
             target, pairs = base_code(query.target_lang), self.targets_by_source
             sources = [source for source in pairs if target in pairs[source]]
-
             texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
             texts, count = ([" ".join(texts)], len(texts)) if query.is_file else (texts, 1)
-            languages = await self.run_in_thread(lambda: identify_languages(texts, sources) * count)
+            languages = identify_languages(texts, sources) * count
         best, targets, num_unfinished = [row[0]["language"] for row in languages], {}, 0
         for code in dict.fromkeys(best):
             indices = [index for index, language in enumerate(best) if language == code]
             part = replace(query, source_lang=code, texts=[query.texts[index] for index in indices])
-            result = await self.answer(request, self.find_translator(code, query.target_lang), part)
+            result = answer(self.find_translator(code, query.target_lang), part, ticket)
             targets.update(zip(indices, result.targets, strict=True))
             num_unfinished += result.num_unfinished
         return Answer([targets[index] for index in range(len(best))], num_unfinished), languages

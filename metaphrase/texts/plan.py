@@ -11,9 +11,8 @@ from metaphrase.texts.markup import Atom, Element, MarkedText
 
 Span = tuple[int, int]
 # A character of a script without spaces is a word of its own.
-_WORD = re.compile(
-    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W_]+|[^\w\s]|_+"
-)
+SPACELESS = r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+_WORD = re.compile(SPACELESS + r"|[^\W_]+|[^\w\s]|_+")
 
 
 def find_words(text: str) -> list[Span]:

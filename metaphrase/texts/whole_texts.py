@@ -32,23 +32,23 @@ FORMATS = ("text", "html", "xml")
 FILE_SUFFIXES = (".srt", ".vtt", ".ass", ".ssa", ".docx")
 
 
-def read_file(path: Path, most_bytes: int = 256 * 2**20) -> "Subtitles | WordFile":
-    """Read subtitles or a Word document, by the suffix. The `texts` are XML, in which a line break ends a line.
+def read_file(name: str, data: bytes, most_bytes: int = 256 * 2**20) -> "Subtitles | WordFile":
+    """Read subtitles or a Word document, by the suffix of the name. The `texts` are XML, in which a line break ends a line.
 
     Raises ImportError if a package for the format is missing, and `MetaphraseError` if the suffix is unknown, or the file is
     damaged, without text, or a document that unpacks to more than `most_bytes`.
     """
-    suffix = path.suffix.lower()
+    suffix = Path(name).suffix.lower()
     if suffix not in FILE_SUFFIXES:
-        raise MetaphraseError(f"A file must end in one of {', '.join(FILE_SUFFIXES)}, got {str(path)!r}.")
+        raise MetaphraseError(f"A file must end in one of {', '.join(FILE_SUFFIXES)}, got {name!r}.")
     if suffix == ".docx":
         from metaphrase.texts.word_files import WordFile
 
-        file = WordFile(path, most_bytes)
+        file = WordFile(name, data, most_bytes)
     else:
-        file = Subtitles(path)
+        file = Subtitles(name, data)
     if not file.texts:
-        raise MetaphraseError(f"A file must hold text to decode, got none in {str(path)!r}.")
+        raise MetaphraseError(f"A file must hold text to decode, got none in {name!r}.")
     return file
 
 
@@ -241,7 +241,7 @@ def generate_whole_texts(arguments: argparse.Namespace, options: dict, load: Cal
         if output is None or Path(output).suffix.lower() != suffix.lower():
             raise MetaphraseError(f"`output` must be a file that ends in {suffix} as `file` does, got {output!r}.")
     terms = Terms(arguments.keep, None if arguments.glossary is None else read_glossary(arguments.glossary))
-    file = None if arguments.file is None else read_file(Path(arguments.file))
+    file = None if arguments.file is None else read_file(str(arguments.file), Path(arguments.file).read_bytes())
     is_page = arguments.format != "text"
     lines = iterate_lines(arguments.input, arguments.max_line_characters) if file is None else file.texts
     if is_page:
@@ -263,7 +263,7 @@ def generate_whole_texts(arguments: argparse.Namespace, options: dict, load: Cal
         targets = (target for chunk in read_chunks(lines, arguments.chunk_size) for target in generate(chunk.texts))
         if file is not None:
             with file_in_one_step(Path(arguments.output)) as path:
-                file.write(list(targets), path)
+                path.write_bytes(file.fill(list(targets)))
         else:
             with OutputFile(arguments.output) as output:
                 for target in targets:

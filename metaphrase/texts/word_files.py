@@ -2,12 +2,12 @@
 
 import copy
 import html
+import io
 import itertools
 import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 try:
@@ -28,10 +28,12 @@ _HAS_TEXT = re.compile(r"[^\W_]")
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")  # characters that XML cannot hold
 _NOTES = (CONTENT_TYPE.WML_FOOTNOTES, CONTENT_TYPE.WML_ENDNOTES)
 _PARTS = (CONTENT_TYPE.WML_DOCUMENT_MAIN, CONTENT_TYPE.WML_HEADER, CONTENT_TYPE.WML_FOOTER, *_NOTES)
-_PARAGRAPH, _RUN, _TEXT, _FORMATTING = map(qn, ("w:p", "w:r", "w:t", "w:rPr"))
+_PARAGRAPH, _RUN, _TEXT, _FORMATTING, _FIELD_MARK = map(qn, ("w:p", "w:r", "w:t", "w:rPr", "w:fldChar"))
 _CONTAINERS = {*map(qn, ("w:hyperlink", "w:ins", "w:moveTo", "w:smartTag", "w:customXml", "w:sdt", "w:dir", "w:bdo"))}
 _CHARACTERS = {"w:tab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\u2011", "w:softHyphen": ""}
 _CHARACTERS = {qn(name): text for name, text in _CHARACTERS.items()}
+# Text of an element. The reading of a word in ruby text is not that of its target.
+_TEXT_PATHS = {_TEXT: ".", qn("w:ruby"): f"{qn('w:rubyBase')}//{_TEXT}"}
 _NO_CONTENT = {*map(qn, ("w:proofErr", "w:lastRenderedPageBreak"))}  # marks of the spelling and the pages of the source
 _NO_LOOK = {*map(qn, ("w:lang", "w:noProof"))}  # parts runs that look the same
 
@@ -42,37 +44,41 @@ class WordFile:
     Formatted words are in elements. Images, references and fields are elements that stay as they are.
     """
 
-    def __init__(self, path: Path, most_bytes: int):
+    def __init__(self, name: str, data: bytes, most_bytes: int):
         """Read a file. Raises `MetaphraseError` if this is no Word document, or unpacks to more than `most_bytes`."""
         # By default the library does not parse notes.
         PartFactory.part_type_for.update(dict.fromkeys(_NOTES, XmlPart))
         try:
-            with zipfile.ZipFile(path) as archive:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 size = sum(entry.file_size for entry in archive.infolist())
-            if size > most_bytes:
-                most, size = most_bytes >> 20, size >> 20
-                raise MetaphraseError(f"A .docx file must unpack to at most {most} MB, got {size} MB in {str(path)!r}.")
-            self._document = docx.Document(str(path))
-        except (OSError, MetaphraseError):
+                names = archive.namelist() if size <= most_bytes else []
+                num_tags = sum(archive.read(part).count(b"<") for part in names)
+            # An element takes far more memory than its tag.
+            if max(size, 16 * num_tags) > most_bytes:
+                most, sizes = f"{most_bytes >> 20} MB and {most_bytes // 16} tags", f"{size >> 20} MB and {num_tags}"
+                raise MetaphraseError(f"A .docx file must unpack to at most {most}, got {sizes} in {name!r}.")
+            self._document = docx.Document(io.BytesIO(data))
+        except MetaphraseError:
             raise
         except Exception as error:
             # The library raises errors of many kinds for damaged files.
-            raise MetaphraseError(f"A .docx file must be a Word document, got {str(path)!r}: {error}.") from error
+            raise MetaphraseError(f"A .docx file must be a Word document, got {name!r}: {error}.") from error
         self._paragraphs = []
         for part in self._document.part.package.iter_parts():
             if part.content_type in _PARTS:
-                # A field, such as a table of contents, may go over many paragraphs.
-                fields: Counter[str] = Counter()
-                self._paragraphs += [_Paragraph(element, fields) for element in part.element.iter(_PARAGRAPH)]
-        # Paragraphs without letters and digits have no text.
-        self._paragraphs = [paragraph for paragraph in self._paragraphs if paragraph.text]
+                # A field, such as a table of contents, may go over many paragraphs. One without an end is none.
+                fields = _Fields(part.element)
+                paragraphs = (_Paragraph(element, fields) for element in part.element.iter(_PARAGRAPH))
+                # Paragraphs without letters and digits have no text.
+                self._paragraphs += [paragraph for paragraph in paragraphs if paragraph.text]
         self.texts = [paragraph.text for paragraph in self._paragraphs]
 
-    def write(self, targets: Sequence[str], path: Path) -> None:
-        """Write the document with the targets of the texts."""
+    def fill(self, targets: Sequence[str]) -> bytes:
+        """Return the document with the targets of the texts."""
         for paragraph, target in zip(self._paragraphs, targets, strict=True):
             paragraph.fill(target)
-        self._document.save(str(path))
+        self._document.save(file := io.BytesIO())
+        return file.getvalue()
 
 
 class _Piece(NamedTuple):
@@ -95,7 +101,7 @@ class _Piece(NamedTuple):
 class _Paragraph:
     """A paragraph, and its text as XML. The numbers in the tags are indices of `_parts`."""
 
-    def __init__(self, element: Any, fields: Counter[str]):
+    def __init__(self, element: Any, fields: "_Fields"):
         self._element, self.text = element, ""
         pieces = list(_read_pieces(element, fields))
         if not any(piece.kind == "text" and _HAS_TEXT.search(piece.content) for piece in pieces):
@@ -160,25 +166,39 @@ class _Paragraph:
                 _add_run(holder, formatting).text = child.tail
 
 
-def _read_pieces(holder: Any, fields: Counter[str]) -> Iterator[_Piece]:
+class _Fields:
+    """The begins and ends of fields in a part, and the number of fields that are open where it is read."""
+
+    def __init__(self, root: Any):
+        self.num_open, self.steps, begins = 0, dict[Any, int](), []
+        for mark in root.iter(_FIELD_MARK):
+            if (kind := mark.get(qn("w:fldCharType"))) == "begin":
+                begins.append(mark)
+            elif kind == "end" and begins:
+                self.steps |= {begins.pop(): 1, mark: -1}
+
+
+def _read_pieces(holder: Any, fields: _Fields) -> Iterator[_Piece]:
     for child in holder:
         if _stays_in_front(child) or str(child.tag).endswith("End") or child.tag in _NO_CONTENT:
             continue
-        if child.tag in _CONTAINERS and not fields["open"]:
+        if child.tag in _CONTAINERS and not fields.num_open:
             yield _Piece("begin", child)
             yield from _read_pieces(_holder_of(child), fields)
             yield _Piece("end", child)
             continue
-        marks = [mark.get(qn("w:fldCharType")) for mark in child.iter(qn("w:fldChar"))]
-        if marks or fields["open"] or child.tag == qn("w:fldSimple"):
-            fields["open"] = max(0, fields["open"] + marks.count("begin") - marks.count("end"))
+        marks = list(child.iter(_FIELD_MARK))
+        if marks or fields.num_open or child.tag == qn("w:fldSimple"):
+            fields.num_open += sum(fields.steps.get(mark, 0) for mark in marks)
             yield _Piece("field", child)
         elif child.tag != _RUN:
             yield _Piece("kept", child)
         else:
             formatting = child.find(_FORMATTING)
             for item in child:
-                text = re.sub(r"\s", " ", item.text or "") if item.tag == _TEXT else _CHARACTERS.get(item.tag)
+                text = _CHARACTERS.get(item.tag)
+                if path := _TEXT_PATHS.get(item.tag):
+                    text = re.sub(r"\s", " ", "".join(part.text or "" for part in item.iterfind(path)))
                 if text is None or item.get(qn("w:type"), "textWrapping") != "textWrapping":
                     if item.tag != _FORMATTING and item.tag not in _NO_CONTENT:
                         yield _Piece("kept", item, formatting)

@@ -1,6 +1,8 @@
 """Source limits: a source that is too long for its model is named before anything is computed."""
 
+import copy
 import json
+from pathlib import Path
 
 import pytest
 from pipeline_models import family_model
@@ -12,6 +14,7 @@ from tiny_models import POSITIONS, tiny_model
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, batches, cross_attentions
 from metaphrase.inference.batches import TooLongError, longest_source, longest_target
+from metaphrase.inference.generator import Plan
 from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair
 
@@ -145,6 +148,28 @@ def test_the_command_line_names_the_line_or_cuts_it(generator, files, tmp_path, 
     result = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
     assert result["num_truncated"] == 4 and result["inference"]["max_source_length"] == 6
     assert "num_truncated_references" not in result
+
+
+def test_sources_with_unknown_tokens_are_counted(generator, files, tmp_path, caplog):
+    generator.generate(["a ж b. ж", "a cat", "", "ж"], max_new_tokens=2, split_sentences=True)
+    assert generator.num_unknown == 2
+    generator.generate_mbr(["a ж"], num_candidates=2, num_references=2, max_new_tokens=2)
+    assert generator.num_unknown == 3
+    # All bytes are known. GPT-2's tokenizer calls its end unknown.
+    pair = copy.deepcopy(tiny_pair(kind="byte_bpe"))
+    assert Plan.of(tiny_generator(kind="byte_bpe"), {}).encode(["a ж"]).counts["num_unknown"] == 0
+    pair.source.unk_token = pair.source.eos_token
+    assert pair.unknown_id is None
+    (tmp_path / "in").write_text("a cat\na ж\nж\n", encoding="utf-8")
+    words = [str(save_generator(generator, tmp_path / "model")), "--device", "cpu", "--max_new_tokens", "2"]
+    with caplog.at_level("WARNING"):
+        execute("generate", [*words, "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")])
+    assert "2 of 3 sources have unknown tokens" in caplog.text
+    Path(files[0]).write_text("a ж\n" * 3, encoding="utf-8")
+    Path(files[1]).write_text("ein\n" * 3, encoding="utf-8")
+    with caplog.at_level("WARNING"):
+        execute("evaluate", [*words, "--source", files[0], "--target", files[1], "--output", str(tmp_path / "m.json")])
+    assert "3 of 3 sources have unknown tokens" in caplog.text
 
 
 def test_the_loss_of_a_reference_that_is_too_long_is_of_what_can_be_read(generator):

@@ -28,6 +28,7 @@ TEMPLATES = (
     ("/detect", {"q": "a b"}),
     ("/v2/translate", {"text": ["a"], "target_lang": "DE", "tag_handling": "xml", "ignore_tags": ["x"]}),
     ("/v1/completions", {"model": "en-de", "prompt": ["a"], "max_tokens": 5, "n": 2, "stream": False, "stop": "b"}),
+    ("/v1/chat/completions", {"model": "en-de", "messages": [{"role": "user", "content": "a"}], "stream": False}),
 )
 JUNK = [None, True, -1, 0, 1e308, -1e308, 10**400, float("nan"), float("inf"), "", " ", "\x00", "\ud800", "\u202e<b>"]
 JUNK += ["<a <a ", "<!--" * 500, "&#" * 500, "a " * 3000, "{{" * 500, [], {}, [[]], [None], {"a": {}}, [[[[[[]]]]]]]

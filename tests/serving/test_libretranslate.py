@@ -2,6 +2,9 @@
 
 import io
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.error import HTTPError
 
 import pytest
@@ -11,7 +14,10 @@ from libretranslatepy import LibreTranslateAPI
 from local_server import running, translators, upper_service
 from tiny_generator import tiny_generator
 
-from metaphrase.serving import libretranslate
+from metaphrase.serving import Limits, libretranslate
+from metaphrase.serving.batcher import Batcher
+from metaphrase.serving.models import ServedModel
+from metaphrase.serving.service import Service
 from metaphrase.texts.plan import Terms
 
 LONG_GERMAN = "Der kleine Hund läuft durch den Garten und die Katze schläft in der Sonne."
@@ -104,6 +110,16 @@ def test_errors_are_those_of_libretranslate(client, guarded_url, post):
         assert answer.status_code == status
 
 
+def test_errors_of_a_server_without_languages_say_how_to_name_them():
+    batcher = Batcher()
+    model = ServedModel("all", identity_generator(), batcher, languages=None, task="translation")
+    with running(Service([model], batcher)) as url:
+        answer = requests.post(url + "/translate", json={"q": "a", "source": "auto", "target": "de"})
+        other = requests.post(url + "/v2/translate", json={"text": ["a"], "target_lang": "DE"})
+    assert answer.json()["error"] == "de is not supported: start the server with a name such as en-de=FOLDER"
+    assert "start the server with a name such as en-de=FOLDER), got DE." in other.json()["message"]
+
+
 def test_markup_and_alternatives_of_a_model():
     with running(upper_service(tiny_generator())) as url:
         languages = {"source": "en", "target": "de"}
@@ -145,6 +161,22 @@ def test_the_server_keeps_the_last_files(guarded_url, monkeypatch):
     monkeypatch.setattr(libretranslate, "_MOST_FILES", 1)
     first, second = (upload(guarded_url, "note.txt", b"a cat").json()["translatedFileUrl"] for _ in range(2))
     assert (requests.get(first).status_code, requests.get(second).status_code) == (404, 200)
+
+
+def test_a_file_is_admitted_and_has_a_deadline_before_it_is_read(monkeypatch):
+    event, read_file = threading.Event(), libretranslate.read_file
+    monkeypatch.setattr(libretranslate, "read_file", lambda *options: event.wait(9) and read_file(*options))
+    with running(upper_service(limits=Limits(max_requests=1))) as url, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(upload, url, "talk.srt", SUBTITLES)
+        while "metaphrase_requests_running 1.0" not in requests.get(f"{url}/metrics", timeout=9).text:
+            time.sleep(0.01)
+        assert upload(url, "talk.srt", SUBTITLES).status_code == 503
+        event.set()
+        assert first.result().status_code == 200
+    monkeypatch.setattr(libretranslate, "read_file", lambda *options: time.sleep(1.5) or read_file(*options))
+    with running(upper_service(limits=Limits(timeout_seconds=1))) as url, ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(upload, url, "talk.srt", SUBTITLES) for _ in range(2)]
+        assert [answer.result().status_code for answer in answers] == [503, 503]
 
 
 def test_a_file_has_one_language():
@@ -200,7 +232,15 @@ def send_form(url, body, kind="multipart/form-data; boundary=a"):
     return requests.post(url + "/translate_file", data=body.encode(), headers=headers, timeout=20)
 
 
-LEGAL = [r'form-data; name="file"; filename="a\"b.txt"', 'form-data; FileName="Äpfel und \u4e2d.txt"; NAME=file']
+LEGAL = [
+    r'form-data; name="file"; filename="a\"b.txt"',
+    'form-data; FileName="Äpfel und \u4e2d.txt"; NAME=file',
+    'form-data; name="file"; filename="a;b.txt"',
+    'form-data; filename="name=q; b.txt"; name="file"',
+    "form-data; name=file; filename=b.txt",
+    """form-data; name="file"; filename="b.txt"; filename*=UTF-8''c%3Bd.pdf""",
+    'FORM-DATA; NAME="file"; FILENAME="b.TXT"',
+]
 FILE = part('form-data; name="file"; filename="b.txt"')
 REFUSED = [
     ("{}", "application/json"),

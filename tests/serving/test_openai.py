@@ -27,7 +27,8 @@ def url(generator):
 
 @pytest.fixture
 def client(url):
-    return client_of(url)
+    with client_of(url) as client:
+        yield client
 
 
 @pytest.fixture
@@ -80,6 +81,28 @@ def test_stream_has_the_same_text_and_ends_with_a_mark(complete, generator, url)
     assert requests.post(f"{url}/v1/completions", json=body, headers=headers).text.endswith("\n\ndata: [DONE]\n\n")
 
 
+def test_the_last_user_message_of_a_chat_is_the_source(client, complete, generator):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a dog"},
+        {"role": "assistant", "content": "ein Hund"},
+        {"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]},
+    ]
+    options = {"model": "en-de", "messages": messages, "max_completion_tokens": 6}
+    answer, expected = client.chat.completions.create(**options, n=2), complete("the cat", max_tokens=6, n=2)
+    assert answer.object == "chat.completion" and answer.usage == expected.usage
+    for choice, completion in zip(answer.choices, expected.choices, strict=True):
+        assert (choice.message.role, choice.message.content) == ("assistant", completion.text)
+        assert (choice.index, choice.finish_reason) == (completion.index, completion.finish_reason)
+    options["messages"] = [{"role": "user", "content": "the cat. a dog."}]
+    [target] = generator.generate(["the cat. a dog."], max_new_tokens=6, split_sentences=True)
+    *chunks, last = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    pieces = [chunk.choices[0].delta for chunk in chunks]
+    assert [piece.role for piece in pieces] == ["assistant"] + [None] * (len(pieces) - 1) and len(pieces) > 1
+    assert "".join(piece.content for piece in pieces) == target and last.usage.total_tokens
+    assert last.object == "chat.completion.chunk" and chunks[-1].choices[0].finish_reason == "length"
+
+
 def test_client_reads_models(client):
     assert [model.id for model in client.models.list()] == ["en-de", "de-en"]
     assert client.models.retrieve("de-en").id == "de-en"
@@ -88,8 +111,8 @@ def test_client_reads_models(client):
 
 
 def test_client_raises_its_errors(client, complete, url):
-    with pytest.raises(openai.AuthenticationError, match="API key"):
-        client_of(url, "wrong").completions.create(model="en-de", prompt="a cat")
+    with client_of(url, "wrong") as other, pytest.raises(openai.AuthenticationError, match="API key"):
+        other.completions.create(model="en-de", prompt="a cat")
     with pytest.raises(openai.NotFoundError, match="en-de, de-en"):
         client.completions.create(model="other", prompt="a cat")
     with pytest.raises(openai.NotFoundError, match="language 'fr'"):
@@ -104,5 +127,8 @@ def test_client_raises_its_errors(client, complete, url):
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             complete(**{"prompt": "a cat", **options})
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="en-de", messages=[])
+    for messages in ([], [{"role": "system", "content": "Be brief."}]):
+        with pytest.raises(openai.BadRequestError, match="role user"):
+            client.chat.completions.create(model="en-de", messages=messages)
+    with pytest.raises(openai.NotFoundError, match=r"/v1/chat/completions and .* got POST /v1/embeddings"):
+        client.embeddings.create(model="en-de", input="a cat")

@@ -106,6 +106,14 @@ def test_a_request_ends_in_time_or_is_refused():
         assert time.monotonic() - started < 1.7
 
 
+def test_sources_with_unknown_tokens_are_counted_in_a_header():
+    with running(upper_service(tiny_generator())) as address:
+        answers = [requests.post(address, json={"inputs": texts}) for texts in (["a ж. a", "ж"], "a cat")]
+        body = {"q": "<p>a <b>ж</b></p>", "source": "en", "target": "de", "format": "html"}
+        answers.append(requests.post(f"{address}/translate", json=body))
+    assert [answer.headers.get("X-Unknown-Tokens") for answer in answers] == ["2", None, "1"]
+
+
 def test_texts_of_a_client_that_goes_away_are_not_decoded():
     started, event, decoded = threading.Event(), threading.Event(), []
 

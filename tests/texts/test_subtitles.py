@@ -1,6 +1,13 @@
 """Tests of subtitles: times, tags and all else of a file stay, and sentences go over events."""
 
+import html
+import re
+import tempfile
+from pathlib import Path
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from identity_engine import identity_generator
 
 from metaphrase.texts.subtitles import Subtitles
@@ -70,9 +77,9 @@ def decoded(align, tmp_path):
 
     def decode(name, content):
         (tmp_path / name).write_text(content, encoding="utf-8", newline="")
-        file = read_file(tmp_path / name)
+        file = read_file(name, (tmp_path / name).read_bytes())
         decoder = TextDecoder(identity_generator(str.upper), text_format="xml", has_lines=True)
-        file.write(decoder.decode(file.texts), tmp_path / "out")
+        (tmp_path / "out").write_bytes(file.fill(decoder.decode(file.texts)))
         return file.texts, (tmp_path / "out").read_bytes().decode()
 
     return decode
@@ -93,8 +100,8 @@ def test_srt(decoded):
         "dog & the cat.": "DOG & THE CAT.",
         "Is it <b>here</b>?": "IS IT <b>HERE</b>?",
         "No.": "NO.",
-        "A longer sentence is here, and\nit has two": "A LONGER SENTENCE IS HERE,\nAND IT HAS TWO",
-        " lines of text.": " LINES OF TEXT.",
+        "A longer sentence is here, and\nit has two lines of": "A LONGER SENTENCE IS HERE, AND\nIT HAS TWO LINES OF",
+        " text.": " TEXT.",
     }
     assert output == replaced(SRT, changes)
     _, output = decoded("talk.srt", "\ufeff" + SRT.replace("\n", "\r\n"))
@@ -113,16 +120,57 @@ def test_ass_keeps_styles_comments_and_songs(decoded):
     texts, output = decoded("talk.ass", ASS)
     assert len(texts) == 2
     sentence = "{\\i1}the small, old\\Ndog{\\i0} and"
-    assert output == replaced(ASS, {sentence: "{\\i1}THE SMALL, OLD DOG{\\i0} AND", ",,Exit": ",,EXIT"})
+    assert output == replaced(ASS, {sentence: "{\\i1}THE SMALL, OLD\\NDOG{\\i0} AND", ",,Exit": ",,EXIT"})
 
 
-def test_unlike_tags_have_unlike_numbers(tmp_path):
-    path = tmp_path / "talk.ass"
-    texts = ("a{\\an1}b{\\an2}c{\\an3}d.", "{\\an4}e{\\an5}f.")
-    path.write_text("".join(f"Dialogue: 0,0:00:01.00,0:00:02.00,Default,,0,0,0,,{text}\n" for text in texts))
-    file, content = Subtitles(path), path.read_text()
-    file.write(file.texts, path)
-    assert path.read_text() == content
+WORDS = st.sampled_from(
+    ["a", "dog,", "is", "I", "<3", "1", "R&D", "&amp;", "5.5", "猫睡", "กำลัง", "ខ្មែរ", "a-->b", "—"]
+)
+TAGS = {
+    ".srt": ["<i>", "</i>", "<b>", "</b>", '<font color="#f00">', "</font>", "{\\an8}", "{\\i1}", "{\\i0}"],
+    ".vtt": ["<i>", "</i>", "<c.red>", "<c.loud>", "</c>", "<v Bob>", "</v>", "<lang en>"],
+    ".ass": ["{\\i1}", "{\\i0}", "{\\b1}", "{\\b0}", "{keep this}", "{\\c&HFF&}", "{\\pos(1,2)}", "{\\an8\\fs9}"],
+}
+
+
+@st.composite
+def subtitles(draw, suffix):
+    """The content of a file, whose lines have single spaces."""
+    content = {".srt": "", ".vtt": "WEBVTT\n\nNOTE a --> b\n\n", ".ass": "[Events]\n; a\n"}[suffix]
+    seconds = 0.0
+    for number in range(draw(st.integers(1, 8))):
+        lines = []
+        for _ in range(draw(st.integers(1, 2))):
+            words = draw(st.lists(WORDS, min_size=1, max_size=6))
+            for place in draw(st.lists(st.integers(0, len(words) - 1), max_size=4)):
+                tag = draw(st.sampled_from(TAGS[suffix]))
+                words[place] = words[place] + tag if "/" in tag or "0}" in tag else tag + words[place]
+            line = draw(st.sampled_from(["", "", "- "])) + " ".join(words) + draw(st.sampled_from(["", ".", "?"]))
+            lines.append(line.replace("<3", "3").replace("R&D", "R") if suffix == ".vtt" else line)
+        times = [f"0:00:{value:05.2f}" for value in (seconds, seconds + 1)]
+        seconds += draw(st.sampled_from([1.0, 1.5, 5.0]))
+        if suffix == ".ass":
+            style = draw(st.sampled_from(["Default", "Sign"]))
+            content += f"Dialogue: 0,{times[0]},{times[1]},{style},,0,0,0,," + "\\N".join(lines) + "\n"
+        else:
+            head = draw(st.sampled_from([f"{number}\n", "" if suffix == ".srt" else "name\n"]))
+            place = draw(st.sampled_from(["", " X1:1 line:0"]))
+            content += f"{head}{times[0]}0 --> {times[1]}0{place}\n" + "\n".join(lines) + "\n\n"
+    return content
+
+
+@pytest.mark.parametrize("suffix", TAGS)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_texts_of_a_file_written_back_are_the_file(suffix, data):
+    content = data.draw(subtitles(suffix))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"talk{suffix}")
+        path.write_text(content, encoding="utf-8")
+        file = Subtitles(str(path), path.read_bytes())
+        path.write_bytes(file.fill(file.texts))
+        assert path.read_text(encoding="utf-8") == content
+        assert sum(text.count("dog,") for text in file.texts) == content.count("dog,")
 
 
 def events(*texts):
@@ -138,14 +186,18 @@ def events(*texts):
         # A text without spaces.
         (("one", "two"), "猫睡觉了", ("猫睡", "觉了")),
         (("one", "two"), "aa", ("aa", "")),
+        # Signs stay with their consonants, in Thai, Burmese and Khmer.
+        (("one", "two"), "น้ำไม่น้ำไม่", ("น้ำไม่", "น้ำไม่")),
+        (("one", "two"), "မြန်မာ", ("မြန်", "မာ")),
+        (("one", "two"), "ស្រីស្រី", ("ស្រី", "ស្រី")),
     ],
 )
 def test_target_is_divided_among_events(tmp_path, texts, target, expected):
     (tmp_path / "talk.srt").write_text(events(*texts), encoding="utf-8")
-    file = Subtitles(tmp_path / "talk.srt")
-    [opening, *_] = [tag for tag in file.markup if "/" not in tag] or [""]
-    target = target.replace("<", "\0").replace(">", opening.replace("<", "</")).replace("\0", opening)
-    file.write([target], tmp_path / "out.srt")
+    file = Subtitles(str(tmp_path / "talk.srt"), (tmp_path / "talk.srt").read_bytes())
+    [opening, closing] = re.findall("<[^<>]*>", file.texts[0]) or ["", ""]
+    target = target.replace("<", "\0").replace(">", closing).replace("\0", opening)
+    (tmp_path / "out.srt").write_bytes(file.fill([target]))
     expected = [text.replace("<", "<b>").replace(" dd>", " dd</b>") for text in expected]
     assert (tmp_path / "out.srt").read_text(encoding="utf-8") == events(*expected)
 
@@ -155,7 +207,43 @@ def test_sentences_that_go_on(tmp_path):
     cases[tuple(f"part {number}" for number in range(1, 10))] = 2
     for texts, number in cases.items():
         (tmp_path / "talk.srt").write_text(events(*texts), encoding="utf-8")
-        assert len(Subtitles(tmp_path / "talk.srt").texts) == number, texts
+        assert len(Subtitles(str(tmp_path / "talk.srt"), (tmp_path / "talk.srt").read_bytes()).texts) == number, texts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        # Automatic captions begin with a line that is a space, and have times of words.
+        ("a.vtt", "00:01.000 --> 00:02.000\n \na<00:00:01.500><c> dog</c>.\n \n", ["a<c> dog</c>."]),
+        ("a.vtt", "00:01.000 --> 00:02.000\n<c.red></c><00:01.500>\n", []),
+        # Text behind an empty line and with an arrow is text, and that of a note is none.
+        (
+            "a.vtt",
+            "00:01.000 --> 00:02.000\na\n\nb --> c\n\nid\n00:03.000 --> 00:04.000\nd\n\nNOTE e\n1:1 --> 1:2\nf",
+            ["a b --> c d"],
+        ),
+        (
+            "a.srt",
+            "1\n00:00:01,000 --> 00:00:02,000\n\na\n \nb --> c.\n\n2\n0:0:3,0 --> 0:0:4,0\nd",
+            ["a b --> c.", "d"],
+        ),
+        # Events without an empty line between them.
+        ("a.srt", "1\n00:00:01,000 --> 00:00:02,000\na.\n2\n00:00:03,000 --> 00:00:04,000\nb 2", ["a.", "b 2"]),
+        # Without times that can be read, an event stands alone.
+        ("a.srt", "1\n1 --> 2\na\n\n2\n3 --> 4\nb", ["a", "b"]),
+        # Numbers in brackets are no times.
+        ("a.srt", "00:00:01,000 --> 00:00:02,000\na <3> <5.5>", ["a <3> <5.5>"]),
+        ("a.vtt", "00:01.000 --> 00:02.000\na <3> <5.5>", ["a <3> <5.5>"]),
+        ("a.ass", "Dialogue: 0,0:00:01.00,0:00:02.00,Default,,0,0,0,,a <3>", ["a <3>"]),
+    ],
+)
+def test_all_text_of_an_event_is_read(tmp_path, name, content, texts):
+    (tmp_path / name).write_text("WEBVTT\n\n" * name.endswith("vtt") + content, encoding="utf-8")
+    file = Subtitles(str(tmp_path / name), (tmp_path / name).read_bytes())
+    assert [html.unescape(re.sub(' v="[^"]*"', "", text)) for text in file.texts] == texts
+    (tmp_path / name).write_bytes(file.fill([f"{text}!" for text in file.texts]))
+    [*lines] = (tmp_path / name).read_text(encoding="utf-8").splitlines()
+    assert sum("!" in line for line in lines) == len(texts)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +268,7 @@ def test_errors_leave_the_output(run_generate, monkeypatch, tmp_path, name, cont
 
 
 HOSTILE = [
+    ".srt\n1-->" + "1" * 100_000 + "\na",
     ".srt\n" + "-->" * 100_000,
     ".srt\n1\n00:00:01,000 --> 00:00:02,000\n<" + "a" * 100_000,
     ".vtt\n00:01.000 --> 00:02.000\n" + " " * 100_000,
@@ -189,12 +278,12 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=["arrows", "open tag", "spaces", "time", "breaks", "braces"])
+@pytest.mark.parametrize("text", HOSTILE, ids=["digits", "arrows", "open tag", "spaces", "time", "breaks", "braces"])
 def test_hostile_lines_are_read_in_one_pass(text, tmp_path):
     # Patterns that try a line in many ways would not end.
     suffix, _, content = text.partition("\n")
     path = tmp_path / f"talk{suffix}"
     path.write_text(content, encoding="utf-8")
-    subtitles = Subtitles(path)
-    subtitles.write(subtitles.texts, path)
+    subtitles = Subtitles(str(path), path.read_bytes())
+    path.write_bytes(subtitles.fill(subtitles.texts))
     assert len(subtitles.texts) <= 1

@@ -55,9 +55,9 @@ def path(tmp_path):
 
 
 def decoded(path):
-    file = read_file(path)
+    file = read_file(str(path), path.read_bytes())
     decoder = TextDecoder(identity_generator(str.upper), text_format="xml", has_lines=True)
-    file.write(decoder.decode(file.texts), path.with_name("out.docx"))
+    (path.with_name("out.docx")).write_bytes(file.fill(decoder.decode(file.texts)))
     return docx.Document(str(path.with_name("out.docx")))
 
 
@@ -79,12 +79,28 @@ def test_words_keep_their_look(path, align):
 
 
 def test_words_may_change_places(path, tmp_path):
-    file = read_file(path)
+    file = read_file(str(path), path.read_bytes())
     target = "<t1>Die kleine Katze</t1> schläft."
     assert file.texts[1] == "The <t1>small cat</t1> sleeps &amp; eats."
-    file.write([target if index == 1 else text for index, text in enumerate(file.texts)], tmp_path / "out.docx")
+    (tmp_path / "out.docx").write_bytes(
+        file.fill([target if index == 1 else text for index, text in enumerate(file.texts)])
+    )
     document = docx.Document(str(tmp_path / "out.docx"))
     assert looks(document.paragraphs[1]) == [("Die kleine Katze", True), (" schläft.", None)]
+
+
+def test_ruby_text_and_text_behind_a_field_without_an_end_are_read(path, align):
+    document = docx.Document()
+    ruby = "<w:ruby><w:rt><w:r><w:t>neko</w:t></w:r></w:rt><w:rubyBase><w:r><w:t>cat</w:t></w:r></w:rubyBase></w:ruby>"
+    append(document.add_paragraph("a "), f"<w:r>{ruby}</w:r>")
+    for xml in FIELD.split("|"):
+        append(document.paragraphs[-1], f"<w:r>{xml}</w:r>")
+    append(document.add_paragraph("one "), f"<w:r>{FIELD.split('|')[0]}</w:r>")
+    append(document.paragraphs[-1], f"<w:r>{FIELD.split('|')[1]}</w:r>")
+    document.add_paragraph("two")
+    document.save(str(path))
+    texts = [paragraph.text for paragraph in decoded(path).paragraphs]
+    assert texts == ["A CAT7", "ONE ", "TWO"]
 
 
 def test_other_parts_stay(path, align, tmp_path):
@@ -110,6 +126,15 @@ def test_other_parts_stay(path, align, tmp_path):
                 assert source.read(name) == target.read(name)
 
 
+def many_paragraphs(path):
+    docx.Document().save(str(path))
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data.replace(b"<w:body>", b"<w:body>" + b"<w:p/>" * (1 << 24)))
+
+
 def bomb(path):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("word/document.xml", "w") as stream:
         for _ in range(257):
@@ -121,7 +146,8 @@ def bomb(path):
     [
         (lambda path: path.write_bytes(b"no zip"), "must be a Word document"),
         (lambda path: zipfile.ZipFile(path, "w").close(), "must be a Word document"),
-        (bomb, "must unpack to at most 256 MB, got 257 MB"),
+        (bomb, "must unpack to at most 256 MB and 16777216 tags, got 257 MB"),
+        (many_paragraphs, "must unpack to at most 256 MB and 16777216 tags, got 96 MB and 16801"),
         (lambda path: docx.Document().save(str(path)), "must hold text"),
     ],
 )
