@@ -19,6 +19,7 @@ from pathlib import Path
 
 import datasets
 import psutil
+from transformers import TrainerCallback
 from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
@@ -141,7 +142,9 @@ def main(arguments: argparse.Namespace) -> None:
     leave_processes()
 
 
-def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment, dict]:
+def train(
+    recipe: Recipe, is_dry_run: bool, started: float, callbacks: Sequence[TrainerCallback] = ()
+) -> tuple[Experiment, dict]:
     """Run a recipe, or print what the run needs, and return the experiment and the content of `metrics.json`."""
     folder = Path(recipe.output_dir)
     if recipe.resume_from_checkpoint is True and not holds_run(folder):
@@ -166,7 +169,7 @@ def train(recipe: Recipe, is_dry_run: bool, started: float) -> tuple[Experiment,
             print(estimate)
         return experiment, {}
     with naming_checkpoint(experiment.folder):
-        result = experiment.train()
+        result = experiment.train(callbacks)
     if is_main_process:
         log_scores(result)
         renew_model_card(experiment.folder)

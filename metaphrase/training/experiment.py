@@ -10,7 +10,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -138,8 +138,8 @@ class Experiment:
         """Return the model to train."""
         return make_model(self.recipe, self.prepare())
 
-    def train(self) -> dict:
-        """Train, save and score the model, and return the content of `metrics.json`.
+    def train(self, callbacks: Sequence[TrainerCallback] = ()) -> dict:
+        """Train, save and score the model, and return the content of `metrics.json`. `callbacks` come after those of the run.
 
         Raises:
             MetaphraseError: If this one process has several GPUs, the data, the base model or the checkpoint do not fit, or
@@ -157,9 +157,9 @@ class Experiment:
                 )
             if self._is_unchecked:
                 checkpoint_to_resume(self.recipe, self.folder)
-            return self._train()
+            return self._train(callbacks)
 
-    def _train(self) -> dict:
+    def _train(self, callbacks: Sequence[TrainerCallback]) -> dict:
         recipe, arguments = self.recipe, self.arguments
         set_seed(arguments.seed)
         data = self.prepare()
@@ -168,6 +168,8 @@ class Experiment:
         if recipe.lora_rank is None:
             logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
         trainer = make_trainer(recipe, arguments, data, model, self.scores, self.deadline)
+        for callback in callbacks:
+            trainer.add_callback(callback)
         if trainer.is_world_process_zero():
             warn(run_alerts(recipe, arguments, data.encoded, model))
             # When a checkpoint to resume from was loaded, not refused.
