@@ -15,11 +15,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import transformers
 from accelerate import PartialState
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
 from transformers.utils import is_peft_available
 
+import metaphrase
 from metaphrase.data.collators import PairCollator
+from metaphrase.data.encoding import data_fingerprint
 from metaphrase.data.pairs import TASK_COLUMN, column_texts
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.evaluate import TaskScores, ValidationSample, evaluate_generator
@@ -47,7 +50,7 @@ from metaphrase.training.checkpoints import (
     only_writer,
 )
 from metaphrase.training.corpora import PairCorpus, open_corpus
-from metaphrase.training.distributed import is_adapted
+from metaphrase.training.distributed import check_same_in_all, is_adapted
 from metaphrase.training.model_setup import (
     Data,
     longest_sequences,
@@ -164,6 +167,10 @@ class Experiment:
         set_seed(arguments.seed)
         data = self.prepare()
         check_references(data, self.scores)
+        if arguments.world_size > 1:
+            versions = {library.__name__: library.__version__ for library in (metaphrase, torch, transformers)}
+            checkpoint = self.checkpoint and Path(self.checkpoint).name
+            check_same_in_all(versions=versions, data=data_fingerprint(data.encoded["train"]), checkpoint=checkpoint)
         model = self.make_model()
         if recipe.lora_rank is None:
             logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
