@@ -73,8 +73,8 @@ def check_same_in_all(**facts: Any) -> None:
     Raises:
         MetaphraseError: If a value differs from that of the first process.
     """
-    first, *others = gather_object([facts])
-    for number, other in enumerate(others, start=1):
+    first, *rest = gather_object([facts])
+    for number, other in enumerate(rest, start=1):
         if different := [f"{name} {first[name]} and {other[name]}" for name in facts if first[name] != other[name]]:
             raise MetaphraseError(
                 "All processes must have the same data, versions and checkpoint, got in the processes 0 and "
