@@ -2,6 +2,8 @@ import csv
 import gzip
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metaphrase.data.pairs import READERS, DataReport, PairSource, load_pairs, read_parallel, split_pairs
+from metaphrase.data.pairs import READERS, DataReport, PairSource, load_pairs, read_cached, read_parallel, split_pairs
 
 JSON_ROWS = b'{"source": "a", "target": "b"},{"source": %s, "target": "d"},{"source": "e", "target": "f"}'
 JSON_LINES = JSON_ROWS.replace(b"},", b"}\n")
@@ -301,3 +303,22 @@ def test_any_line_that_is_written_is_read(pairs, end, tmp_path_factory):
         write(folder, name, "".join(pair[side] + end for pair in pairs))
     assert list(READERS[".tsv"](str(folder / "a.tsv"), (None, None))) == pairs
     assert list(read_parallel(str(folder / "s.txt.gz"), str(folder / "t.txt"))) == pairs
+
+
+def test_machines_that_share_a_cache_read_a_file_once(tmp_path):
+    begun, readings = threading.Event(), []
+
+    def read():
+        readings.append(1)
+        begun.set()
+        # The second reader comes meanwhile.
+        threading.Event().wait(0.3)
+        yield ("the cat",)
+
+    features = datasets.Features({"source": datasets.Value("string")})
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(read_cached, read, features, "key", [], tmp_path)
+        begun.wait()
+        second = pool.submit(read_cached, read, features, "key", [], tmp_path)
+        assert first.result()["source"][:] == second.result()["source"][:] == ["the cat"]
+    assert len(readings) == 1
