@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from metaphrase.errors import naming_extra
 from metaphrase.scripts.train import prepare_process, train
@@ -25,14 +24,14 @@ def make_ray_trainer(recipe: Recipe, scaling: ray.train.ScalingConfig, run: ray.
     Relative paths are those of this process.
 
     Args:
-        recipe: The recipe, with `output_dir`.
+        recipe: The recipe. Without `output_dir`, the run lies in `runs/train`.
         scaling: Number of workers, and the resources of each.
         run: Storage and name of the run in Ray, and the number of failures after which it ends.
 
     Raises:
         MetaphraseError: If `output_dir` holds another run or model, and the recipe does not resume it.
     """
-    folder = Path(recipe.output_dir).resolve()
+    folder = Path(recipe.output_dir or "runs/train").resolve()
     if not recipe.resume_from_checkpoint:
         # The workers cannot tell such a folder from their own before a failure.
         checkpoint_to_resume(recipe, folder)
@@ -45,7 +44,7 @@ def make_ray_trainer(recipe: Recipe, scaling: ray.train.ScalingConfig, run: ray.
     )
 
 
-def train_on_worker(values: dict[str, Any]) -> dict:
+def train_on_worker(values: dict) -> dict:
     """Train in a process of Ray, and return the content of `metrics.json`."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if Path(values["working_dir"]).is_dir():
