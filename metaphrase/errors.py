@@ -1,5 +1,7 @@
 """The exception of a user's mistake, and how to tell a mistake from a bug."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 # Note of an error that the first process has raised and shown.
@@ -11,6 +13,15 @@ _ERRORS_OF_LIBRARIES = {"SafetensorError", "StrictDataclassError"}
 
 class MetaphraseError(ValueError):
     """A user's mistake. The message says what is wrong, what was given and how to mend it."""
+
+
+@contextlib.contextmanager
+def naming_extra(extra: str, library: str) -> Iterator[None]:
+    """Name the extra in the error if a library that is imported in this context is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{library} is not installed: pip install metaphrase[{extra}]") from error
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import datasets
 import psutil
+from transformers import TrainerCallback
 from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
@@ -141,13 +142,19 @@ def main(arguments: argparse.Namespace) -> None:
     leave_processes()
 
 
-def train(recipe: Recipe, is_dry_run: bool = False, started: float | None = None) -> tuple[Experiment, dict]:
+def train(
+    recipe: Recipe,
+    is_dry_run: bool = False,
+    started: float | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> tuple[Experiment, dict]:
     """Run a recipe as the command does: choose its open fields, train, save and score. A dry run prints what the run needs.
 
     All processes of a launcher call this with the same recipe. A process group that the launcher has made is used, and stays.
 
     Args:
         started: Beginning of `time_budget`, in seconds of `time.time()`; None for now.
+        callbacks: More callbacks of the trainer.
 
     Returns:
         The experiment, and in the first process the content of `metrics.json`.
@@ -181,7 +188,7 @@ def train(recipe: Recipe, is_dry_run: bool = False, started: float | None = None
             print(estimate)
         return experiment, {}
     with naming_checkpoint(experiment.folder):
-        result = experiment.train()
+        result = experiment.train(callbacks)
     if is_main_process:
         log_scores(result)
         renew_model_card(experiment.folder)

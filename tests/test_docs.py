@@ -43,6 +43,8 @@ REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 BLOCKS = [block for page in PAGES.values() for block in re.findall(r"```(\w+)\n(.*?)```", page, flags=re.DOTALL)]
 CODE = list(dict.fromkeys(text for language, text in BLOCKS if language == "python"))
 LINES = (line for language, text in BLOCKS if language == "bash" for line in text.splitlines())
+# tests/test_clusters.py checks the task of SkyPilot.
+RECIPES = [text for language, text in BLOCKS if language == "yaml" and "num_nodes:" not in text]
 # Each command once, also if several pages show it.
 COMMANDS = list(dict.fromkeys(line.partition("  #")[0].strip() for line in LINES if line.startswith("metaphrase ")))
 # Commands that train take too long, and a server never ends: only their arguments are tested.
@@ -92,8 +94,7 @@ def template(tmp_path_factory):
     library = [f"@huggingface/transformers/{name}" for name in names]
     library += [f"onnxruntime-web/dist/ort-wasm-simd-threaded.{suffix}" for suffix in ("mjs", "wasm")]
     texts |= {f"node_modules/{name}": "a file of npm" for name in library}
-    recipe = next(text for language, text in BLOCKS if language == "yaml")
-    texts |= dict.fromkeys(("my_recipe.yaml", "runs/search/recipe.yaml"), recipe)
+    texts |= dict.fromkeys(("my_recipe.yaml", "runs/search/recipe.yaml"), RECIPES[0])
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -255,7 +256,7 @@ def test_server_of_a_page_starts(command, project, monkeypatch):
     assert len(started) == 1
 
 
-@pytest.mark.parametrize("text", [text for language, text in BLOCKS if language == "yaml"])
+@pytest.mark.parametrize("text", RECIPES)
 def test_recipe_of_a_page_loads(text, tmp_path):
     (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
     recipe = load_recipe(tmp_path / "recipe.yaml")

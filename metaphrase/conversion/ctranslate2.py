@@ -16,19 +16,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metaphrase.conversion.checkpoints import RARE_FIELDS, export_folder, find_folder, position_table
 from metaphrase.conversion.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, naming_extra
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import STACKS
 from metaphrase.storage.folders import file_in_one_step, json_text, read_json
 from metaphrase.tokenization import TokenizerPair
 
-try:
+with naming_extra("ctranslate2", "CTranslate2"):
     import ctranslate2  # noqa: F401 (the engine takes it from here)
     from ctranslate2.converters import utils
     from ctranslate2.specs import attention_spec, common_spec, model_spec
     from ctranslate2.specs.transformer_spec import TransformerDecoderSpec, TransformerEncoderSpec, TransformerSpec
-except ImportError as error:
-    raise ImportError("CTranslate2 is not installed: pip install metaphrase[ctranslate2]") from error
 
 _TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh")
 _ACTIVATIONS = {

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.fingerprint import Hasher
+from filelock import FileLock
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import file_in_one_step
@@ -529,20 +530,28 @@ def read_cached(
     cached = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "metaphrase" / f"{fingerprint}.arrow"
     if not cached.exists():
         cached.parent.mkdir(parents=True, exist_ok=True)
-        rows, schema = iter(read()), features.arrow_schema
-        with (
-            file_in_one_step(cached) as partial,
-            pa.ipc.new_stream(str(partial), schema) as writer,
-            datasets.utils.tqdm(desc="Reading", unit=" rows") as progress,
-        ):
-            while batch := list(islice(rows, _ROWS_PER_READ)):
-                progress.update(len(batch))
-                columns = zip(zip(*batch, strict=True), schema.types, strict=True)
-                writer.write(pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=schema))
+        # Machines may share the folder.
+        with FileLock(cached.with_suffix(".lock")):
+            _write_rows(cached, read, features.arrow_schema)
     dataset = datasets.Dataset.from_file(str(cached))
     # Results of `map` are cached by it, also by other processes.
     dataset._fingerprint = fingerprint
     return dataset
+
+
+def _write_rows(cached: Path, read: Callable[[], Iterable[tuple]], schema: pa.Schema) -> None:
+    if cached.exists():
+        return
+    rows = iter(read())
+    with (
+        file_in_one_step(cached) as partial,
+        pa.ipc.new_stream(str(partial), schema) as writer,
+        datasets.utils.tqdm(desc="Reading", unit=" rows") as progress,
+    ):
+        while batch := list(islice(rows, _ROWS_PER_READ)):
+            progress.update(len(batch))
+            columns = zip(zip(*batch, strict=True), schema.types, strict=True)
+            writer.write(pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=schema))
 
 
 def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
 from safetensors.torch import load_file
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -150,6 +151,23 @@ def seed_process(arguments: TrainingArguments, accelerator: Accelerator) -> None
         np.random.seed(words[1])  # noqa: NPY002
         # Accelerators too.
         torch.manual_seed(words[2])
+
+
+def check_same_in_all(**facts: Any) -> None:
+    """Refuse processes that differ in data, versions or checkpoint. All processes must call this.
+
+    They would wait for each other until the timeout, or add gradients of different vocabularies.
+
+    Raises:
+        MetaphraseError: If a value differs from that of the first process.
+    """
+    first, *rest = gather_object([facts])
+    for number, other in enumerate(rest, start=1):
+        if different := [f"{name} {first[name]} and {other[name]}" for name in facts if first[name] != other[name]]:
+            raise MetaphraseError(
+                "All processes must have the same data, versions and checkpoint, got in the processes 0 and "
+                f"{number}: {'; '.join(different)}. Give all machines the same files and packages, and a shared `output_dir`."
+            )
 
 
 # Sharded weights

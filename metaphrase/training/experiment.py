@@ -9,14 +9,17 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
 from transformers.utils import is_peft_available
 
+import metaphrase
 from metaphrase.data.collators import PairCollator
+from metaphrase.data.encoding import data_fingerprint
 from metaphrase.data.pairs import TASK_COLUMN, column_texts
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.evaluate import TaskScores, ValidationSample, evaluate_generator
@@ -44,7 +47,7 @@ from metaphrase.training.checkpoints import (
     only_writer,
 )
 from metaphrase.training.corpora import PairCorpus, open_corpus
-from metaphrase.training.distributed import is_adapted, join_processes
+from metaphrase.training.distributed import check_same_in_all, is_adapted, join_processes
 from metaphrase.training.model_setup import (
     Data,
     longest_sequences,
@@ -129,8 +132,8 @@ class Experiment:
         """Return the model to train."""
         return make_model(self.recipe, self.prepare())
 
-    def train(self) -> dict:
-        """Train, save and score the model, and return the content of `metrics.json`.
+    def train(self, callbacks: Sequence[TrainerCallback] = ()) -> dict:
+        """Train, save and score the model, and return the content of `metrics.json`. `callbacks` come after those of the run.
 
         Raises:
             MetaphraseError: If this one process has several GPUs, the data, the base model or the checkpoint do not fit, or
@@ -148,17 +151,23 @@ class Experiment:
                 )
             if self._is_unchecked:
                 checkpoint_to_resume(self.recipe, self.folder)
-            return self._train()
+            return self._train(callbacks)
 
-    def _train(self) -> dict:
+    def _train(self, callbacks: Sequence[TrainerCallback]) -> dict:
         recipe, arguments = self.recipe, self.arguments
         set_seed(arguments.seed)
         data = self.prepare()
         check_references(data, self.scores)
+        if arguments.world_size > 1:
+            versions = {library.__name__: library.__version__ for library in (metaphrase, torch, transformers)}
+            checkpoint = self.checkpoint and Path(self.checkpoint).name
+            check_same_in_all(versions=versions, data=data_fingerprint(data.encoded["train"]), checkpoint=checkpoint)
         model = self.make_model()
         if recipe.lora_rank is None:
             logger.info("The model has %s parameters.", f"{model.num_parameters():,}")
         trainer = make_trainer(recipe, arguments, data, model, self.scores, self.deadline)
+        for callback in callbacks:
+            trainer.add_callback(callback)
         if trainer.is_world_process_zero():
             warn(run_alerts(recipe, arguments, data.encoded, model))
             # When a checkpoint to resume from was loaded, not refused.

@@ -730,6 +730,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if self.args.should_save or getattr(self, "is_distributed_loading_by_transformers", False):
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
             sharded, model.__class__ = type(model), class_before_sharding(model)
+            if self.args.save_on_each_node:
+                # transformers 5.24.0: only the first process of all saves the weights.
+                model.should_save_on_this_rank = bool
             try:
                 model.save_pretrained(folder, state_dict=state_dict, is_main_process=self.args.should_save)
             finally:

@@ -2,6 +2,8 @@ import csv
 import gzip
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metaphrase.data import pairs as pairs_of_files
-from metaphrase.data.pairs import READERS, DataReport, PairSource, load_pairs, read_parallel, split_pairs
+from metaphrase.data.pairs import READERS, DataReport, PairSource, load_pairs, read_cached, read_parallel, split_pairs
 
 JSON_ROWS = b'{"source": "a", "target": "b"},{"source": %s, "target": "d"},{"source": "e", "target": "f"}'
 JSON_LINES = JSON_ROWS.replace(b"},", b"}\n")
@@ -344,3 +346,22 @@ def test_a_sample_tells_the_number_of_pairs(tmp_path, monkeypatch, name):
     assert (sample["source"][:500] == [pair[0] for pair in list(source.pairs())[:500]]) == (source.offsets is None)
     whole, number = source.sample(5000)
     assert sorted(whole["source"][:]) == sorted(pair[0] for pair in source.pairs()) and number == 4000
+
+
+def test_machines_that_share_a_cache_read_a_file_once(tmp_path):
+    begun, readings = threading.Event(), []
+
+    def read():
+        readings.append(1)
+        begun.set()
+        # The second reader comes meanwhile.
+        threading.Event().wait(0.3)
+        yield ("the cat",)
+
+    features = datasets.Features({"source": datasets.Value("string")})
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(read_cached, read, features, "key", [], tmp_path)
+        begun.wait()
+        second = pool.submit(read_cached, read, features, "key", [], tmp_path)
+        assert first.result()["source"][:] == second.result()["source"][:] == ["the cat"]
+    assert len(readings) == 1

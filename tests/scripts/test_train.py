@@ -172,9 +172,9 @@ def test_a_stopped_ensemble_is_resumed(words, tmp_path, monkeypatch):
     words += ["--seed", "5", "--num_seeds", "2", "--time_budget", "1h"]
     train_all, budgets = Experiment.train, []
 
-    def train_first(experiment):
+    def train_first(experiment, callbacks):
         budgets.append(experiment.recipe.time_budget)
-        return train_all(experiment) if experiment.arguments.seed == 5 else 1 / 0
+        return train_all(experiment, callbacks) if experiment.arguments.seed == 5 else 1 / 0
 
     monkeypatch.setattr(Experiment, "train", train_first)
     with pytest.raises(ZeroDivisionError):

@@ -20,7 +20,8 @@ from transformers import Seq2SeqTrainingArguments, set_seed
 from metaphrase.data.collators import PairCollator
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.scripts import train
-from metaphrase.training.distributed import seed_process
+from metaphrase.training import distributed as training_distributed
+from metaphrase.training.distributed import check_same_in_all, seed_process
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +116,18 @@ def test_each_pair_is_trained_on_once_in_an_epoch(family, processes, count, pair
     # A run that goes on in the middle of an epoch knows it too.
     for skipped in range(1, len(steps)):
         assert trained_on(trainer, processes, monkeypatch, skipped) == steps[skipped:]
+
+
+@pytest.mark.parametrize(("name", "value"), [("data", {"num_pairs": 7}), ("checkpoint", None), ("versions", "5.24")])
+def test_processes_that_differ_are_refused(name, value, monkeypatch):
+    facts = {"data": {"num_pairs": 8}, "checkpoint": "checkpoint-3", "versions": "5.23"}
+    check_same_in_all(**facts)
+    for others, changed in (([{}, {}], {}), ([{}, {name: value}], {name: value})):
+        monkeypatch.setattr(
+            training_distributed, "gather_object", lambda own, new=others: own + [facts | one for one in new]
+        )
+        context = (
+            pytest.raises(ValueError, match=f"processes 0 and 2: {name} ") if changed else contextlib.nullcontext()
+        )
+        with context:
+            check_same_in_all(**facts)

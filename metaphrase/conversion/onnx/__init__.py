@@ -1,9 +1,9 @@
 """Export of Metaphrase models to ONNX."""
 
-try:
+from metaphrase.errors import naming_extra
+
+with naming_extra("onnx", "ONNX"):
     import onnx  # noqa: F401
     import onnx_ir  # noqa: F401
     import onnxruntime  # noqa: F401
     import onnxscript  # noqa: F401 (torch's exporter needs it)
-except ImportError as error:
-    raise ImportError("ONNX is not installed: pip install metaphrase[onnx]") from error
