@@ -349,30 +349,23 @@ class WordEncoder:
 
     Kinds that learn pieces join no letters across a space, so the ids of a text are those of its words, each with the space
     before it. A text with other white space is one word. Other tokenizers encode whole texts.
-
-    Attributes:
-        frame: The ids around every text.
     """
 
     def __init__(self, tokenizer: Any, encode: Callable[[list[str]], list[list[int]]]):
         self.encode, self.frame = encode, TextFrame.of(encode)
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._has_words = self._backend is not None and splits_at_spaces(self._backend)
-        self._ids: dict[str, list[int]] = {}
+        backend, self._ids = getattr(tokenizer, "backend_tokenizer", None), dict[str, list[int]]()
+        self._backend = backend if backend is not None and splits_at_spaces(backend) else None
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
         # A call sets the state of the library that the last one left behind.
-        if not self._has_words or self.encode([""]) != [self.frame.end]:
+        if self._backend is None or self.encode([""]) != [self.frame.end]:
             return self.encode(texts)
         if len(self._ids) > _MAX_WORDS:
             self._ids.clear()
-        rows = [
-            text.replace(" ", "\n ").split("\n") if " ".join(text.split()) == text else [text]
-            for text in checked_texts(texts)
-        ]
+        rows = [t.replace(" ", "\n ").split("\n") if " ".join(t.split()) == t else [t] for t in checked_texts(texts)]
         new = list(set(chain.from_iterable(rows)).difference(self._ids))
         encodings = self._backend.encode_batch_fast(new, add_special_tokens=False)
-        self._ids.update((word, encoding.ids) for word, encoding in zip(new, encodings, strict=True))
+        self._ids.update(zip(new, (encoding.ids for encoding in encodings), strict=True))
         return [[*chain.from_iterable(map(self._ids.__getitem__, row)), *self.frame.end] for row in rows]
 
 

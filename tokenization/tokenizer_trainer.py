@@ -172,9 +172,8 @@ def splits_at_spaces(tokenizer: Tokenizer) -> bool:
     """Return True if a tokenizer changes no text, and splits it as a kind that learns pieces: before the space of each word."""
     settings = (TokenizerSettings(kind=kind) for kind in KINDS_THAT_FILL_A_VOCABULARY)
     splitters = [_make_pipeline(models.BPE(), options).pre_tokenizer.__getstate__() for options in settings]
-    is_usual = tokenizer.normalizer is None and tokenizer.pre_tokenizer.__getstate__() in splitters
-    added = tokenizer.get_added_tokens_decoder().values()
-    return is_usual and not any(token.rstrip or " " in token.content for token in added)
+    has_spaces = any(token.rstrip or " " in token.content for token in tokenizer.get_added_tokens_decoder().values())
+    return not has_spaces and tokenizer.normalizer is None and tokenizer.pre_tokenizer.__getstate__() in splitters
 
 
 def _make_pipeline(model: models.Model, settings: TokenizerSettings) -> Tokenizer:

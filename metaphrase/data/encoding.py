@@ -118,10 +118,9 @@ class PairEncoder:
                 text = f"Neither side of a pair may be empty, got in {shown} Set `empty: skip` to drop such pairs."
                 raise MetaphraseError(text)
             if self.too_long == "error" and is_long[:, index].any():
-                raise MetaphraseError(
-                    f"Pairs must be within `max_source_length` {self.max_source_length} and `max_target_length` "
-                    f"{self.max_target_length}, got in {shown} Set `too_long: skip` to drop such pairs."
-                )
+                limits = "`max_source_length` {} and `max_target_length` {}".format(*self.limits)
+                text = f"Pairs must be within {limits}, got in {shown} Set `too_long: skip` to drop such pairs."
+                raise MetaphraseError(text)
             drops = [self.empty != "keep" and side for side in is_empty[:, index].tolist()]
             drops += [self.too_long != "truncate" and side for side in is_long[:, index].tolist()]
             if True in drops:

@@ -557,7 +557,8 @@ def _write_rows(cached: Path, read: Callable[[], Iterable[tuple]], schema: pa.Sc
 def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:
     """Yield the texts of a column, with a few thousand in memory at a time."""
     # Slices of a column would search the file anew each time.
-    for batch in dataset.select_columns([name]).iter(_ROWS_PER_READ):
+    batches, total = dataset.select_columns([name]).iter(_ROWS_PER_READ), -(-len(dataset) // _ROWS_PER_READ)
+    for batch in datasets.utils.tqdm(batches, f"Texts ({name})", total, leave=False, delay=1):
         yield from batch[name]
 
 
