@@ -226,8 +226,8 @@ def measure_decoding(preset: str, tokens: dict[str, float], folder: Path) -> dic
 def hours_of_steps(report: dict, machines: int) -> dict[str, float]:
     """Return the hours of each step for `PAIRS` pairs, by the rates of a report.
 
-    Steps on all cores are divided by their number, without a loss. Reading and tokenizing take one core of each machine, and
-    each machine does all of it. A part of `filter --shard` reads the whole file for its sample, and then on average half of it to
+    Steps on all cores are divided by their number, without a loss. So is a stream, whose readers share its blocks. The cache takes
+    one core of each machine, and each machine does all of it. A part of `filter --shard` reads the whole file for its sample, and then on average half of it to
     its beginning.
     """
     rates, tokens = report["pairs_per_second"], report["tokens_per_pair"]
@@ -237,7 +237,7 @@ def hours_of_steps(report: dict, machines: int) -> dict[str, float]:
         "filter, files split before": PAIRS / rates["filter"] / cores,
         "read into the cache": PAIRS / rates["read"],
         "tokenize into the cache": PAIRS / rates["tokenize"],
-        "read and tokenize a stream, a pass": PAIRS / rates["scan"] + PAIRS / rates["tokenize"],
+        "read and tokenize a stream, a pass": (PAIRS / rates["scan"] + PAIRS / rates["tokenize"]) / cores,
         "plan the batches": PAIRS / rates["plan"],
     }
     for preset, training in report["training"].items():
@@ -260,24 +260,13 @@ def steps_table(report: dict) -> str:
 
 
 def bottleneck_table(report: dict) -> str:
-    """Return the slowest step of three ways to a model or to texts."""
+    """Return the slowest step of three ways to a model."""
+    cache = ("filter, files", "read into", "tokenize into", "plan", "train transformer-base, GPU")
     ways = {
-        "train transformer-base on CPUs": (
-            "filter, files",
-            "read into",
-            "tokenize into",
-            "plan",
-            "train transformer-base, CPU",
-        ),
-        "train transformer-base on GPUs": (
-            "filter, files",
-            "read into",
-            "tokenize into",
-            "plan",
-            "train transformer-base, GPU",
-        ),
-        "train it on GPUs from a stream": ("filter, files", "read and tokenize", "train transformer-base, GPU"),
+        f"train transformer-base on {kind}s from a stream": (*cache[:1], "read and tok", f"train transformer-base, {kind}")
+        for kind in ("CPU", "GPU")
     }
+    ways["train transformer-base on GPUs from a cache"] = cache
     rows = []
     for way, starts in ways.items():
         row = [way]

@@ -2,11 +2,10 @@
 
 import logging
 import os
-import time
 from pathlib import Path
 
 from metaphrase.errors import naming_extra
-from metaphrase.scripts.train import prepare_process, train
+from metaphrase.scripts.train import train
 from metaphrase.training.checkpoints import checkpoint_to_resume, checkpoints_in
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -54,8 +53,7 @@ def train_on_worker(values: dict) -> dict:
     if recipe.resume_from_checkpoint in (None, False) or checkpoints_in(recipe.output_dir):
         # A failure may have ended an earlier attempt. A folder without checkpoints begins anew.
         recipe = recipe.replace(resume_from_checkpoint=True)
-    prepare_process(recipe)
-    return train(recipe, False, time.time(), [ReportCallback()])[1]
+    return train(recipe, callbacks=[ReportCallback()])[1]
 
 
 class ReportCallback(RayTrainReportCallback):

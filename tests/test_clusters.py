@@ -127,7 +127,8 @@ def test_slurm_scripts_train_and_go_on(script, reference, corpus_folder, tmp_pat
         "SLURM_NNODES": "1",
         "SLURM_NTASKS": "2",
         "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "node",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NODELIST": "localhost",
         "PATH": path,
     }
     script = script.replace("29500", str(free_port())).replace("--nproc_per_node 8", "--nproc_per_node 2")

@@ -253,7 +253,7 @@ def choose_updates(
     if not recipe.is_open("max_steps", "num_train_epochs"):
         updates_of_epochs = math.ceil(recipe.num_train_epochs * tokens.both / tokens_per_update(recipe, tokens))
         return recipe, recipe.max_steps if recipe.max_steps > 0 else updates_of_epochs
-    reason = f"{epochs:.0f} epochs{ending}"
+    reason = f"{epochs:.0f} epochs{ending}" if epochs >= 1 else f"{100 * epochs:.0f} % of an epoch{ending}"
     if share < 1:
         shown = f"about {100 * share:.0f} %" if share > 0.01 else "less than 1 %"
         reason = f"{reason}; {shown} of them fit into the time, in which the learning rate falls to its end"
