@@ -263,7 +263,11 @@ def bottleneck_table(report: dict) -> str:
     """Return the slowest step of three ways to a model."""
     cache = ("filter, files", "read into", "tokenize into", "plan", "train transformer-base, GPU")
     ways = {
-        f"train transformer-base on {kind}s from a stream": (*cache[:1], "read and tok", f"train transformer-base, {kind}")
+        f"train transformer-base on {kind}s from a stream": (
+            *cache[:1],
+            "read and tok",
+            f"train transformer-base, {kind}",
+        )
         for kind in ("CPU", "GPU")
     }
     ways["train transformer-base on GPUs from a cache"] = cache
