@@ -73,7 +73,7 @@ def _shown(before: Recipe, after: Recipe, name: str) -> str:
 # More pairs change the numbers little.
 _SAMPLE_PAIRS = 50_000
 # Words of a closed set are symbols, such as phonemes or commands: the next word of unseen text is hardly ever new.
-_MAX_NEW_SYMBOLS, _MAX_SYMBOLS = 1e-3, 1000
+_MAX_NEW_SYMBOLS, _MAX_SYMBOLS, _MARKS = 1e-3, 1000, ".,;?"
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class SideProfile:
         num_letters: Number of different characters that Unicode has taken apart.
         num_words: Number of different words.
         new_words: Probability that the next word is new: the share of words that occurred once (Good 1953).
+        has_marks: True if a word also occurs with a punctuation mark behind it, as in sentences.
     """
 
     repetitions: float
@@ -95,11 +96,12 @@ class SideProfile:
     num_letters: int
     num_words: int
     new_words: float
+    has_marks: bool = False
 
     @property
     def is_closed(self) -> bool:
-        """True if the words are symbols of a closed set."""
-        return self.new_words < _MAX_NEW_SYMBOLS and self.num_words <= _MAX_SYMBOLS
+        """True if the words are symbols of a closed set. Users of sentences write them in other ways, too."""
+        return self.new_words < _MAX_NEW_SYMBOLS and self.num_words <= _MAX_SYMBOLS and not self.has_marks
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> "SideProfile":
@@ -115,6 +117,7 @@ class SideProfile:
             num_letters=len(frozenset().union(*(unicodedata.normalize("NFD", letter) for letter in alphabet))),
             num_words=len(counts),
             new_words=sum(count == 1 for count in counts.values()) / max(1, counts.total()),
+            has_marks=any(word[-1] in _MARKS and word.rstrip(_MARKS) in counts for word in counts),
         )
 
 
@@ -490,6 +493,8 @@ def choose_tokenizers(recipe: Recipe, profile: CorpusProfile, kinds: tuple[str, 
         kinds, reason = (recipe.tokenizer_kind, recipe.tokenizer_kind), "the kind is given"
     kind, target_kind = kinds[0], recipe.target_tokenizer_kind or kinds[1]
     values: dict[str, Any] = {"tokenizer_kind": kind}
+    if kind == "word":
+        reason += f"; words other than these {source.num_words:,} are unknown"
     if kind != target_kind:
         values["target_tokenizer_kind"] = target_kind
     can_join = kind == target_kind != "word" and recipe.is_open("target_tokenizer_kind", "target_vocab_size")

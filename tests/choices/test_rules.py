@@ -9,6 +9,7 @@ from pronunciations import PRONUNCIATIONS
 from metaphrase.choices.rules import (
     SIZES,
     CorpusProfile,
+    SideProfile,
     StepCost,
     TokenProfile,
     choose_from_text,
@@ -17,6 +18,7 @@ from metaphrase.choices.rules import (
     choose_size,
     describe_choices,
     dropout,
+    side_kind,
     tokens_per_batch,
     useful_updates,
 )
@@ -334,3 +336,13 @@ def test_memory_splits_the_batch_of_each_device():
     tokens = replace(TASKS["29,000 sentences"][0], devices=2)
     recipe, _ = choose_from_tokens(Recipe(train_file="pairs.tsv"), tokens, lambda size: StepCost(1.0, 4), None)
     assert (recipe.max_tokens_per_batch, recipe.gradient_accumulation_steps) == (512, 4)
+
+
+def test_sentences_of_few_words_get_pieces_and_symbols_words():
+    days, years = ("first", "second", "third"), ("eighty-one", "ninety-two", "ninety-five")
+    texts = [f"{month} the {day}{{}} nineteen {year}" for month in ("May", "June") for day in days for year in years]
+    targets = SideProfile.of([str(number) for number in range(18)] * 300)
+    for mark, kind in (("", "word"), (",", "byte_bpe")):
+        # The mark stands in half of the texts.
+        source = SideProfile.of([text.format(mark if number % 2 else "") for number, text in enumerate(texts * 300)])
+        assert source.new_words == 0 and side_kind(source, targets) == kind
