@@ -226,9 +226,9 @@ def measure_decoding(preset: str, tokens: dict[str, float], folder: Path) -> dic
 def hours_of_steps(report: dict, machines: int) -> dict[str, float]:
     """Return the hours of each step for `PAIRS` pairs, by the rates of a report.
 
-    Steps on all cores are divided by their number, without a loss. So is a stream, whose readers share its blocks. The cache takes
-    one core of each machine, and each machine does all of it. A part of `filter --shard` reads the whole file for its sample, and
-    then on average half of it to its beginning.
+    Steps on all cores are divided by their number, without a loss. So is a stream, whose readers share its blocks. The cache
+    takes one core of each machine, and each machine does all of it. A part of `filter --shard` reads the whole file for its
+    sample, and then on average half of it to its beginning.
     """
     rates, tokens = report["pairs_per_second"], report["tokens_per_pair"]
     cores, gpus = machines * CORES, machines * GPUS
