@@ -26,6 +26,7 @@ DEFAULT_METRICS = ("bleu", "chrf")
 NUM_BOOTSTRAP_SAMPLES = 1000
 # sacreBLEU holds all resamples at once.
 MAX_RESAMPLED_BYTES = 1_000_000_000
+_LINES = 2000
 ROUGE_KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 # For each prediction a text, or several.
@@ -113,7 +114,15 @@ def _sacrebleu(scorer_class: type, predictions: list[str], references: list[list
         [texts[number] if number < len(texts) else None for texts in references]
         for number in range(max(map(len, references)))
     ]
-    rows = scorer._extract_corpus_statistics(predictions, documents)
+    rows, counts = [], set()
+    # sacreBLEU keeps the n-grams of all references that it gets at a time.
+    for start in range(0, len(predictions), _LINES):
+        part = slice(start, start + _LINES)
+        rows += scorer._extract_corpus_statistics(predictions[part], [document[part] for document in documents])
+        counts.add(scorer.num_refs)
+        # It warns of tokenized lines of the first part alone.
+        scorer._force = True
+    scorer.num_refs = counts.pop() if len(counts) == 1 else -1
     score = scorer._aggregate_and_compute(rows)
     details = {name: getattr(score, name) for name in _SACREBLEU_DETAILS if hasattr(score, name)}
     return SegmentStatistics(scorer, rows, str(scorer.get_signature()), details)

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from metaphrase.conversion.vocabulary_map import VocabularyMap
 from metaphrase.data.pairs import TASK_COLUMN
+from metaphrase.evaluation import metrics
 from metaphrase.evaluation.corpus_metric import CorpusMetric
 from metaphrase.evaluation.evaluate import (
     TaskScores,
@@ -26,6 +27,12 @@ from metaphrase.evaluation.metrics import METRICS, compute_metrics, write_metric
 PREDICTIONS = ["The cat sat on the mat.", "Ein Haus, groß und alt", "one two three four five", ""]
 REFERENCES = ["The cat sat on a mat.", "ein Haus, alt und groß!", "one two three four six five", "not empty"]
 SECOND_REFERENCES = ["A cat sat on the mat.", "Ein altes Haus", "one two four five", "nothing here"]
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """Extract statistics from two lines at a time."""
+    monkeypatch.setattr(metrics, "_LINES", 2)
 
 
 def score(name, predictions, references, **options):
