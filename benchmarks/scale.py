@@ -84,7 +84,7 @@ def run_phase(phase: str, file: Path, folder: Path) -> dict[str, float]:
         "encoding": lambda: corpus.encode(tokenizers),
         "batches": lambda: list(TokenBudgetSampler(lengths, TOKENS_PER_BATCH, 0)),
         "filter": lambda: filter_pairs(PairSource(file=file), [folder / "clean.tsv"], FilterSettings()),
-        "scoring": lambda: compute_metrics(texts, texts, ("bleu", "chrf", "exact_match")),
+        "scoring": lambda: compute_metrics(texts, texts, ("bleu", "exact_match")),
     }
     start = time.process_time()
     steps[phase]()

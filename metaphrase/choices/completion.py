@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,23 +105,30 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
                 cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
                 workers = max(1, min(_MOST_WORKERS, cores - 1))
                 recipe = recipe.choose("pairs are encoded beside training", dataloader_num_workers=workers)
-        recipe = from_first_process(lambda: _choose_from_files(recipe, opened.corpus))
+        recipe = _from_first_process(recipe, lambda: _choose_from_files(recipe, opened.corpus))
         corpus = opened.corpus.with_recipe(recipe)
         with opened.arguments.main_process_first(desc="splitting the corpus"):
             load(corpus)
         if (learn_rare_words := plugin("rare_words")) is not None:
-            recipe = from_first_process(lambda: choose_augmentation(recipe, lambda: learn_rare_words(corpus)))
+            augment = functools.partial(choose_augmentation, recipe, lambda: learn_rare_words(corpus))
+            recipe = _from_first_process(recipe, augment)
         tokenizers = make_tokenizers(recipe, corpus)
         recipe = choose_limits(recipe, _sample_lengths(corpus, tokenizers), corpus.longest)
         corpus = corpus.with_recipe(recipe)
         with opened.arguments.main_process_first(desc="encoding the corpus"):
             data = sampled_data(Data(corpus, tokenizers, {}))
-        recipe = from_first_process(lambda: _choose_training(recipe, data, opened.deadline).checked())
+        recipe = _from_first_process(recipe, lambda: _choose_training(recipe, data, opened.deadline).checked())
         if recipe.streaming:
             corpus = corpus.with_recipe(recipe)
             corpus.reports = dict(data.corpus.reports)
             data = Data(corpus, tokenizers, data.encoded | {"train": corpus.stream_batches(tokenizers)})
     return Experiment(recipe, is_dry_run, started, data), describe_choices(before, recipe)
+
+
+def _from_first_process(recipe: Recipe, choose: Callable[[], Recipe]) -> Recipe:
+    """Return the choices of the first process for a recipe, whose files and folders may lie elsewhere on this machine."""
+    paths = [name for name in recipe.set_names if name.endswith(("_dir", "_file", "_path"))]
+    return from_first_process(choose).replace(**{name: getattr(recipe, name) for name in paths})
 
 
 def _may_stream(recipe: Recipe) -> bool:
