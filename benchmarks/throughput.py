@@ -31,7 +31,7 @@ from metaphrase.conversion.ctranslate2 import find_obstacles
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import LENGTH_COLUMNS, PairSource, load_pairs
-from metaphrase.data.token_budget import TokenBudgetSampler
+from metaphrase.data.token_budget import PairStream, TokenBudgetSampler
 from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.ops.cpu_setup import prepare_cpu
@@ -106,6 +106,9 @@ def measure_pairs(folder: Path, count: int) -> tuple[dict, datasets.Dataset]:
     rules = {"max_source_length": 512, "max_target_length": 512}
     elapsed, (encoded, report) = timed(lambda: encode_pairs(pairs, tokenizers, **rules))
     rates["tokenize"] = count / elapsed
+    stream = PairStream(PairSource(file=large), tokenizers, **rules)
+    elapsed, _ = timed(lambda: sum(len(chunk) for _, chunk in stream.chunks(0)))
+    rates["stream"] = count / elapsed
     lengths = np.stack([np.asarray(encoded[side][:]) for side in LENGTH_COLUMNS], axis=1)
     many = np.tile(lengths, (-(-PLANNED_PAIRS // len(lengths)), 1))[:PLANNED_PAIRS]
     before = reset_peak()
@@ -237,7 +240,7 @@ def hours_of_steps(report: dict, machines: int) -> dict[str, float]:
         "filter, files split before": PAIRS / rates["filter"] / cores,
         "read into the cache": PAIRS / rates["read"],
         "tokenize into the cache": PAIRS / rates["tokenize"],
-        "read and tokenize a stream, a pass": (PAIRS / rates["scan"] + PAIRS / rates["tokenize"]) / cores,
+        "read and tokenize a stream, a pass": PAIRS / rates["stream"] / cores,
         "plan the batches": PAIRS / rates["plan"],
     }
     for preset, training in report["training"].items():
@@ -289,6 +292,7 @@ def rates_table(report: dict) -> str:
         "scan": "read a .tsv file",
         "read": "read it into the cache",
         "tokenize": "tokenize into the cache",
+        "stream": "read and tokenize a stream",
     }
     names["plan"] = "plan the batches"
     rows += [[name, "-", f"{rates[step]:,} pairs"] for step, name in names.items()]

@@ -270,7 +270,6 @@ _MOST_PAIRS_OF_BLOCK = 10**6
 _SAMPLED_BYTES = 2**16
 # The counts of a report, in the order of the shared tensor.
 _COUNTS = ("read", *DROP_REASONS, "source_truncated", "target_truncated")
-
 # Place of the first pair: block, chunk and counts.
 _START = [0, 0, *[0] * len(_COUNTS)]
 
@@ -435,7 +434,8 @@ class TokenBudgetStream(IterableDataset):
                 buffer: list[Pair] = []
                 begin = start
                 for place, pairs in chunks:
-                    start, buffer = place, buffer + pairs
+                    start = place
+                    buffer.extend(pairs)
                     if len(buffer) >= self.pairs_in_buffer:
                         break
                 if not buffer:

@@ -24,7 +24,7 @@ def test_the_page_has_the_tables_of_its_report(throughput):
 
 def test_hours_follow_from_rates_cores_and_operations(throughput):
     report = {
-        "pairs_per_second": {"filter": 1000, "scan": 1e6, "read": 1e5, "tokenize": 1e4, "plan": 1e5},
+        "pairs_per_second": {"filter": 1000, "scan": 1e6, "read": 1e5, "tokenize": 1e4, "stream": 2e4, "plan": 1e5},
         "tokens_per_pair": {"source": 30, "target": 20},
         "training": {
             "a": {"tokens_per_second": 500, "parameters_without_embeddings": {"encoder": 2e6, "decoder": 3e6}}
