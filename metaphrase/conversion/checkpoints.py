@@ -175,7 +175,9 @@ class TorchWeights(WeightFiles):
                 # A damaged pickle raises errors of all kinds, such as IndexError and UnicodeDecodeError.
                 is_whole = False
             if not is_whole:
-                raise MetaphraseError(f"{path} must be a whole file of named tensors alone: others could run code.")
+                raise MetaphraseError(
+                    f"{path} must be a whole file of named tensors alone: other content could run code."
+                )
             tensors |= named
         self.load = tensors.__getitem__
         self.kinds = {

@@ -253,7 +253,7 @@ CACHE_VERSION = 4
 _ROWS_PER_READ = 5000
 # Parts of a file that a stream reads in random order. A buffer mixes pairs of many places if they are small.
 BLOCK_BYTES, _BLOCK_LINES = 2**16, 256
-# Of a data set that does not tell.
+# Number taken for a data set that does not tell.
 _UNKNOWN_PAIRS = 1_000_000
 # Kinds of `PairProblem`.
 PROBLEMS = ("malformed", "invalid_utf8", "line_too_long")

@@ -321,7 +321,7 @@ class PairStream:
         blocks = blocks if takes_turns else blocks[reader::num_readers]
         report = DataReport()
         for number in range(first, len(blocks)):
-            # Of those that read the same blocks, the first counts what is read.
+            # The first of several readers of a block counts what is read.
             reading = DataReport() if takes_turns and reader else report
             first_row = (blocks[number] or 0) * _MOST_PAIRS_OF_BLOCK
             turns = (reader, None, num_readers) if takes_turns else (None,)

@@ -62,7 +62,7 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
     Options that this file does not describe, ids and None are not checked. `where` is the origin of the options, for the error.
     """
     for name, value in options.items():
-        # Of other settings, only numbers of layers are checked: a network of a million of them would never be built.
+        # Numbers of layers are checked too: a network of a million would never be built.
         is_depth = name.endswith("_layers") and type(value) is int
         option = Option(int, "layers", 0, _MAX_LAYERS) if is_depth else GENERATION_OPTIONS.get(name)
         if option is None or value is None or name.endswith("_token_id"):

@@ -86,7 +86,7 @@ class TimeBudget(EarlyEnd):
     def __init__(self, deadline: float, final_share: float, seconds: float):
         self.deadline, self.final_share, self.seconds = deadline, final_share, seconds
         self.start, self.reserved = time.time(), 0.0
-        # Of the first process at the last update, if there are several.
+        # Progress of the first process at the last update, if there are several.
         self._shared: float | None = None
 
     @property

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Pairs of a stream from which fields are chosen and a tokenizer is trained.
 SAMPLED_PAIRS = 100_000
-# Of a pair in a file.
+# Length of a short pair in a file.
 _LEAST_BYTES = 10
 TRAINING_LIMITS = ("max_source_length", "max_target_length")
 

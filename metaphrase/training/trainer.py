@@ -145,7 +145,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     # `progress.json` of the checkpoint to resume from, until its epoch begins
     _resumed: dict[str, Any] | None = None
     _checkpoint: str | None = None
-    # Of each worker that reads a stream, where it goes on.
+    # Place where each worker goes on to read a stream.
     _places: dict[str, list[int]]
     _is_epoch_end_due = False
     _steps_per_epoch, _length_multiple = 0, 1
@@ -307,10 +307,10 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         ):
             epoch_iterator = self._each_pair_once(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        for batch in batches:
-            # Of a stream. A loader reads ahead, so that the stream itself is further.
-            if place := batch.pop("place", None):
-                self._places[str(place[0])] = place[1:]
+        if isinstance(self.train_dataset, TokenBudgetStream):
+            # A loader reads ahead, so that the stream itself is further than its batches.
+            for worker, *place in (batch.pop("place") for batch in batches):
+                self._places[str(worker)] = place
         return batches, num_items
 
     @property

@@ -342,7 +342,7 @@ def test_a_sample_tells_the_number_of_pairs(tmp_path, monkeypatch, name):
     source = PairSource(file=str(tmp_path / name))
     sample, number = source.sample(500)
     assert 500 <= len(sample) < 600 and abs(number - 4000) < 800
-    # Of a file that is read in blocks, the pairs come from all of it.
+    # Blocks come from all of the file.
     assert (sample["source"][:500] == [pair[0] for pair in list(source.pairs())[:500]]) == (source.offsets is None)
     whole, number = source.sample(5000)
     assert sorted(whole["source"][:]) == sorted(pair[0] for pair in source.pairs()) and number == 4000

@@ -11,7 +11,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from metaphrase.training.checkpoints import checkpoints_in
 
-# Of two equal runs these differ: times, and what transformers notes when it loads a tokenizer.
+# Values that differ between equal runs: times, and what transformers notes when it loads a tokenizer.
 DIFFERENT = ("runtime", "per_second", "seconds", "is_local", "local_files_only")
 
 
@@ -152,7 +152,7 @@ def test_an_experiment_on_changing_pairs_killed_while_it_saves(server, tmp_path)
     ("processes", "workers"), [(1, 0), (2, 0), pytest.param(2, 2, marks=pytest.mark.slow)], ids=str
 )
 def test_a_stream_goes_on_at_its_place(server, tmp_path, processes, workers):
-    # So many blocks that each reader has its own.
+    # Each reader has blocks of its own.
     lines = "".join(f"dog {number:05}\t{number:05} god {'of many ' * 4}\n" for number in range(40_000))
     (tmp_path / "many.tsv").write_text(lines, encoding="utf-8")
     fields = {"datasets": "{}", "stages": "{}", "validation_file": "null", "test_file": "null", "num_validation": 9}

@@ -62,7 +62,7 @@ def test_without_a_terminal_progress_is_lines_and_the_end_names_next_steps(words
 
 def test_a_full_disk_is_named(words, tmp_path, monkeypatch, capsys):
     def fill_disk(*arguments, **options):
-        # As safetensors says it, without a path.
+        # The text is that of safetensors, without a path.
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fill_disk)
