@@ -45,6 +45,7 @@ from metaphrase.ops.cpu_setup import has_fast_bfloat16
 from metaphrase.plugins import plugin
 from metaphrase.storage.folders import ADAPTATION_NAME
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.training import corpora
 from metaphrase.training.callbacks import BEAMS_COST, TEXT_SCORES
 from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.distributed import from_first_process
@@ -64,7 +65,7 @@ _SAMPLE_PAIRS = 10_000
 # Pairs that are read and encoded before training. More of them are read during training.
 _MOST_READ = 200_000
 # Processes that encode pairs for one accelerator, which reads some thousand pairs a second.
-_MOST_WORKERS = 8
+_MOST_ENCODERS = 8
 # In hours.
 _LONG_RUN = 24
 
@@ -103,7 +104,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
             recipe = recipe.choose(reason, streaming=True)
             if torch.accelerator.is_available():
                 cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-                workers = max(1, min(_MOST_WORKERS, cores - 1))
+                workers = max(1, min(_MOST_ENCODERS, cores - 1))
                 recipe = recipe.choose("pairs are encoded beside training", dataloader_num_workers=workers)
         recipe = _from_first_process(recipe, lambda: _choose_from_files(recipe, opened.corpus))
         corpus = opened.corpus.with_recipe(recipe)
@@ -132,8 +133,9 @@ def _from_first_process(recipe: Recipe, choose: Callable[[], Recipe]) -> Recipe:
 
 
 def _may_stream(recipe: Recipe) -> bool:
-    """True if no given field needs epochs, or batches that are counted in pairs."""
+    """True if no given field needs epochs, batches that are counted in pairs, or more held-out pairs than half of a sample."""
     is_open = recipe.is_open("streaming", "num_train_epochs", "per_device_train_batch_size")
+    is_open = is_open and 2 * (recipe.num_validation + recipe.num_test) < corpora.SAMPLED_PAIRS
     return is_open and "epoch" not in (recipe.eval_strategy, recipe.save_strategy, recipe.logging_strategy)
 
 

@@ -472,7 +472,8 @@ class PairSource:
         text = "".join(f"{source}\t{target}\n" for source, target in pairs).encode()
         read = len(gzip.compress(text)) if all(path.endswith(".gz") for path in self.paths) else len(text)
         size = sum(Path(path).stat().st_size for path in self.paths)
-        return _as_dataset(pairs), max(most, int(most * size / read)) if self.paths else _UNKNOWN_PAIRS
+        number = max(most, int(most * size / read)) if self.paths else _UNKNOWN_PAIRS
+        return _as_dataset(pairs), min(number, self.max_samples or number)
 
     @property
     def num_bytes(self) -> int:

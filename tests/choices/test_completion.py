@@ -181,8 +181,18 @@ def test_many_pairs_become_a_stream_with_the_choices_of_a_sample(folder, monkeyp
     assert [getattr(recipe, name) for name in names] == [getattr(whole, name) for name in names]
     assert experiment.train()["data"]["num_validation"] == recipe.num_validation
     # Epochs, which a stream lacks, and batches of pairs want all pairs to be read.
-    for words in (["--num_train_epochs", "1"], ["--per_device_train_batch_size", "8"], ["--streaming", "false"]):
+    for words in (
+        *(["--num_train_epochs", "1"], ["--per_device_train_batch_size", "8"], ["--streaming", "false"]),
+        # A sample must hold the pairs that are taken out, and few pairs of a large file are no stream.
+        *(["--num_validation", "140"], ["--max_train_samples", "150"]),
+    ):
         assert not completed(*SMALL, *words)[0].recipe.streaming
+
+
+def test_a_machine_keeps_its_own_paths_beside_the_choices_of_the_first():
+    first, own = (Recipe(train_file=f"{name}/pairs.tsv", output_dir=f"{name}/run") for name in ("first", "own"))
+    chosen = completion._from_first_process(own, lambda: first.choose("", num_beams=3))
+    assert (chosen.train_file, chosen.output_dir, chosen.num_beams) == ("own/pairs.tsv", "own/run", 3)
 
 
 def test_two_parallel_files_are_pairs_too(folder, capsys):

@@ -346,3 +346,11 @@ def test_sentences_of_few_words_get_pieces_and_symbols_words():
         # The mark stands in half of the texts.
         source = SideProfile.of([text.format(mark if number % 2 else "") for number, text in enumerate(texts * 300)])
         assert source.new_words == 0 and side_kind(source, targets) == kind
+
+
+def test_a_sample_counts_for_all_pairs():
+    encoded = Dataset.from_dict({"source_length": [3, 5], "target_length": [2, 7]})
+    tokens = TokenProfile.of(encoded, scale=10.0)
+    assert (tokens.pairs, tokens.source, tokens.target, tokens.longest) == (20, 80, 90, 12)
+    pairs = Dataset.from_dict({"source": ["a", "b"], "target": ["c", "d"]})
+    assert CorpusProfile.of(pairs, scale=10.0).pairs == 20

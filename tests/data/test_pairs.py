@@ -344,6 +344,7 @@ def test_a_sample_tells_the_number_of_pairs(tmp_path, monkeypatch, name):
     assert 500 <= len(sample) < 600 and abs(number - 4000) < 800
     # Blocks come from all of the file.
     assert (sample["source"][:500] == [pair[0] for pair in list(source.pairs())[:500]]) == (source.offsets is None)
+    assert PairSource(file=str(tmp_path / name), max_samples=700).sample(500)[1] == 700
     whole, number = source.sample(5000)
     assert sorted(whole["source"][:]) == sorted(pair[0] for pair in source.pairs()) and number == 4000
 
