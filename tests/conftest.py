@@ -1,5 +1,6 @@
 import gc
 import os
+import shlex
 import shutil
 import warnings
 from unittest.mock import patch
@@ -7,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import small_runs
 import torch
+from launched_runs import free_port, launch, words_of
 from small_trainers import small_pairs
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 from tiny_models import tiny_model
@@ -174,3 +176,12 @@ def bart(tmp_path_factory):
     model = bart_like("bart", draw("bart", 100), tie_word_embeddings=True).eval()
     model.save_pretrained(folder)
     return folder, model
+
+
+@pytest.fixture(scope="module")
+def reference(corpus_folder, tmp_path_factory):
+    """The folder of a run of two processes by torchrun on one machine."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    words = shlex.join(words_of(corpus_folder, folder))
+    launch(f"torchrun --nproc_per_node 2 --master_port {free_port()} -m metaphrase.scripts.train {words}")
+    return folder

@@ -89,15 +89,6 @@ def test_the_job_is_one_of_hugging_face():
         assert buckets.get_command(hf, "sync").make_context("sync", words[1:]).params["source"]
 
 
-@pytest.fixture(scope="module")
-def reference(corpus_folder, tmp_path_factory):
-    """The folder of a run of two processes on one machine."""
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    words = shlex.join(words_of(corpus_folder, folder))
-    launch(f"torchrun --nproc_per_node 2 --master_port {free_port()} -m metaphrase.scripts.train {words}")
-    return folder
-
-
 def on_loopback(line, words, number):
     """Return the command of a machine of the page for a process on a loopback address of its own."""
     line = line.replace("10.0.0.1", "127.0.0.1").replace("--nproc_per_node 8", "--nproc_per_node 1")

@@ -2,13 +2,12 @@
 
 import os
 import re
-import shlex
 import signal
 import sys
 import tempfile
 
 import pytest
-from launched_runs import assert_same_weights, free_port, launch, words_of
+from launched_runs import assert_same_weights, words_of
 from small_experiments import read_log
 from source_files import ROOT
 
@@ -39,15 +38,6 @@ def ray(tmp_path_factory):
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, **options)
         yield ray
         ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def reference(corpus_folder, tmp_path_factory):
-    """The folder of a run of two processes by torchrun."""
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    words = shlex.join(words_of(corpus_folder, folder))
-    launch(f"torchrun --nproc_per_node 2 --master_port {free_port()} -m metaphrase.scripts.train {words}")
-    return folder
 
 
 @pytest.fixture
