@@ -458,21 +458,20 @@ class PairSource:
         """
         pairs, offsets = [], self.offsets
         if offsets is not None:
-            num_bytes, order = 0, np.random.default_rng(seed).permutation(len(offsets) - 1)
-            for number, block in enumerate(order, start=1):
-                pairs += self.pairs(block=int(block))
-                num_bytes += int((offsets[block + 1] - offsets[block]).sum())
-                if len(pairs) >= most and number < len(order):
-                    return _as_dataset(pairs), int(len(pairs) * (offsets[-1] - offsets[0]).sum() / num_bytes)
-            return _as_dataset(pairs), len(pairs)
+            num_read = 0
+            for block in np.random.default_rng(seed).permutation(len(offsets) - 1).tolist():
+                pairs += self.pairs(block=block)
+                num_read += int((offsets[block + 1] - offsets[block]).sum())
+                if len(pairs) >= most:
+                    break
+            return _as_dataset(pairs), len(pairs) * self.num_bytes // max(1, num_read)
         rows = self.pairs()
         pairs = list(islice(rows, most))
         if next(rows, None) is None:
             return _as_dataset(pairs), len(pairs)
         text = "".join(f"{source}\t{target}\n" for source, target in pairs).encode()
-        read = len(gzip.compress(text)) if all(path.endswith(".gz") for path in self.paths) else len(text)
-        size = sum(Path(path).stat().st_size for path in self.paths)
-        number = max(most, int(most * size / read)) if self.paths else _UNKNOWN_PAIRS
+        num_read = len(gzip.compress(text)) if all(path.endswith(".gz") for path in self.paths) else len(text)
+        number = max(most, most * self.num_bytes // num_read) if self.paths else _UNKNOWN_PAIRS
         return _as_dataset(pairs), min(number, self.max_samples or number)
 
     @property

@@ -181,6 +181,8 @@ def test_the_seed_decides_and_blocks_are_mixed(stream_of):
     first = [numbers(item) for item in islice(stream_of(), 30)]
     assert first == [numbers(item) for item in islice(stream_of(), 30)]
     assert first != [numbers(item) for item in islice(stream_of(seed=20240602), 30)]
+    passes = [[pair["input_ids"][0] for _, chunk in stream_of().read.chunks(n) for pair in chunk] for n in (0, 0, 1)]
+    assert passes[0] == passes[1] != passes[2] and sorted(passes[0]) == sorted(passes[2])
     # The first buffer holds pairs of the whole file.
     assert np.std(first[0] + first[1] + first[2]) > PAIRS / 5
 
@@ -244,6 +246,13 @@ def test_pairs_read_by_workers_are_counted(file, workers, start):
         list(islice(loader, 4))
         counts.append(stream.to_dict())
     assert counts[1] == counts[0] and (counts[0]["read"], counts[0]["kept"], counts[0]["malformed"]) == (9, 4, 2)
+
+
+def test_a_report_counts_the_pairs_of_all_workers_and_processes(file):
+    stream = PairStream(PairSource(file=file, malformed="skip"), LetterPair(), **LIMITS)
+    stream.counts[0, 0], stream.counts[1, 0] = 3, 4
+    stream.share_counts(lambda counts: 2 * counts, torch.device("cpu"))
+    assert stream.report.read == 14
 
 
 def test_a_stream_refuses_pairs_and_takes_samples(file):

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from metaphrase.augmentation.denoising import DEFAULT_SENTINELS
 from metaphrase.choices import estimate
 from metaphrase.choices.estimate import dry_run
+from metaphrase.data.token_budget import PairStream, TokenBudgetStream
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import TERM_TOKENS
 from metaphrase.training.experiment import Experiment
@@ -18,7 +19,7 @@ STREAM = {"streaming": "true", "max_tokens_per_batch": 200, "pairs_in_buffer": 2
 STREAM |= {"max_source_length": 90, "max_target_length": 90}
 
 
-def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data, tmp_path):
+def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data, tmp_path, monkeypatch, caplog):
     fields = STREAM | {"max_steps": 30, "save_steps": 20, "eval_strategy": "no"}
     result = Experiment(make_recipe(data, tmp_path / "whole", **fields)).train()
     assert result["num_examples"] == 8
@@ -31,6 +32,13 @@ def test_streamed_training_resumes_to_the_weights_of_one_that_did_not_stop(data,
     Experiment(make_recipe(data, cut, **fields, resume_from_checkpoint="true")).train()
     expected, actual = weights(tmp_path / "whole"), weights(cut)
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    # Places are those of as many workers: others read the batches that they skip, with a warning.
+    calls, resume = [], TokenBudgetStream.resume
+    monkeypatch.setattr(TokenBudgetStream, "resume", lambda *call: calls.append(call[2]) or resume(*call))
+    monkeypatch.setattr(PairStream, "share_counts", lambda *_: calls.append("counts"))
+    fields |= {"dataloader_num_workers": 1, "max_steps": 31}
+    Experiment(make_recipe(data, cut, **fields, resume_from_checkpoint="true")).train()
+    assert calls == [{}, "counts"] and "another position" in caplog.text
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens_per_batch": 179}, {"max_tokens_per_batch": None}, {"max_steps": -1}])
