@@ -102,6 +102,8 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
             sizes = opened.corpus.num_pairs, len(opened.corpus.splits["train"])
             reason = "the files hold about {:,} pairs, of which a sample of {:,} decides".format(*sizes)
             recipe = recipe.choose(reason, streaming=True)
+            # A rare bad line would end the run when it is read, hours later. The sample was read by the stricter rule.
+            recipe = recipe.choose("a bad line is read late, and is counted", malformed="skip", invalid_utf8="skip")
             if torch.accelerator.is_available():
                 cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
                 workers = max(1, min(_MOST_ENCODERS, cores - 1))

@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
@@ -202,8 +203,11 @@ class PairCorpus:
         sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
         held_out = {text.strip() for split in sizes if sizes[split] for text in self.splits[split]["source"][:]}
         rules = dict(zip(TRAINING_LIMITS, self.limits, strict=True), too_long=recipe.too_long, empty=recipe.empty)
+        policies = {name: getattr(recipe, name) for name in ("malformed", "invalid_utf8")}
         # The counts of a stream grow while it is read.
-        pairs = PairStream(self.stream, tokenizers, self._augmenter(tokenizers), held_out, self.seed, **rules)
+        pairs = PairStream(
+            replace(self.stream, **policies), tokenizers, self._augmenter(tokenizers), held_out, self.seed, **rules
+        )
         self.reports["train"] = pairs
         shares = (arguments.world_size, arguments.process_index)
         return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)

@@ -171,7 +171,7 @@ def test_the_network_decides_when_pairs_are_not_read_beforehand(folder, tmp_path
 def test_many_pairs_become_a_stream_with_the_choices_of_a_sample(folder, monkeypatch, capsys):
     whole = completed(*SMALL)[0].recipe
     monkeypatch.setattr(completion, "_MOST_READ", 200)
-    monkeypatch.setattr(corpora, "SAMPLED_PAIRS", 250)
+    monkeypatch.setattr(corpora, "SAMPLED_PAIRS", 110)
     monkeypatch.setattr(pairs, "BLOCK_BYTES", 512)
     experiment, choices = completed(*SMALL, "--max_steps", "20")
     recipe, encoded = experiment.recipe, experiment.prepare().encoded
@@ -187,6 +187,22 @@ def test_many_pairs_become_a_stream_with_the_choices_of_a_sample(folder, monkeyp
         *(["--num_validation", "140"], ["--max_train_samples", "150"]),
     ):
         assert not completed(*SMALL, *words)[0].recipe.streaming
+
+
+def test_a_bad_line_outside_of_the_sample_is_counted(folder, monkeypatch):
+    for module, name, value in (
+        (completion, "_MOST_READ", 200),
+        (corpora, "SAMPLED_PAIRS", 110),
+        (pairs, "BLOCK_BYTES", 256),
+    ):
+        monkeypatch.setattr(module, name, value)
+    lines = (folder / "pairs.tsv").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "pairs.tsv").write_text("".join([*lines[:200], "broken\n", *lines[200:]]), encoding="utf-8")
+    stream = completed(*SMALL)[0].prepare().encoded["train"].read
+    assert [*stream.chunks(0)] and stream.report.malformed == 1
+    stream = completed(*SMALL, "--malformed", "error")[0].prepare().encoded["train"].read
+    with pytest.raises(ValueError, match=r"got 1 in line .* Lines are counted from byte"):
+        [*stream.chunks(0)]
 
 
 def test_a_machine_keeps_its_own_paths_beside_the_choices_of_the_first():
