@@ -168,10 +168,10 @@ def test_the_network_decides_when_pairs_are_not_read_beforehand(folder, tmp_path
     assert completed(*tasks, "--model_name_or_path", base)[1] == []
 
 
-def test_many_pairs_become_a_stream_with_the_choices_of_a_sample(folder, monkeypatch, capsys):
+def test_many_pairs_become_a_stream_with_the_choices_of_a_sample(folder, monkeypatch):
     whole = completed(*SMALL)[0].recipe
     monkeypatch.setattr(completion, "_MOST_READ", 200)
-    monkeypatch.setattr(corpora, "SAMPLED_PAIRS", 110)
+    monkeypatch.setattr(corpora, "SAMPLED_PAIRS", 250)
     monkeypatch.setattr(pairs, "BLOCK_BYTES", 512)
     experiment, choices = completed(*SMALL, "--max_steps", "20")
     recipe, encoded = experiment.recipe, experiment.prepare().encoded
@@ -190,12 +190,9 @@ def test_many_pairs_become_a_stream_with_the_choices_of_a_sample(folder, monkeyp
 
 
 def test_a_bad_line_outside_of_the_sample_is_counted(folder, monkeypatch):
-    for module, name, value in (
-        (completion, "_MOST_READ", 200),
-        (corpora, "SAMPLED_PAIRS", 110),
-        (pairs, "BLOCK_BYTES", 256),
-    ):
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(completion, "_MOST_READ", 200)
+    monkeypatch.setattr(corpora, "SAMPLED_PAIRS", 110)
+    monkeypatch.setattr(pairs, "BLOCK_BYTES", 256)
     lines = (folder / "pairs.tsv").read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "pairs.tsv").write_text("".join([*lines[:200], "broken\n", *lines[200:]]), encoding="utf-8")
     stream = completed(*SMALL)[0].prepare().encoded["train"].read

@@ -183,26 +183,12 @@ def test_an_end_may_hold_the_code_of_a_language_and_a_beginning_is_none(tokenize
 
 
 PARTS = [
-    "ab",
-    "a",
-    "it's",
-    "12",
-    "é",
-    "Ж",
-    "的",
-    ",",
-    " ",
-    " ",
-    " ",
+    *["ab", "a", "it's", "12", "é", "Ж", "的", ",", "</s>", "<s", "<2de>", "▁", "Ġ"],
+    *3 * [" "],
     "  ",
     "\u00a0",
     "\t",
     "\n",
-    "</s>",
-    "<s",
-    "<2de>",
-    "▁",
-    "Ġ",
 ]
 
 
