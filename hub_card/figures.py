@@ -62,7 +62,7 @@ def draw_training_curve(
     label_smoothing: float = 0.0,
     metric: str | None = None,
 ) -> Path | None:
-    """Draw training and evaluation loss against the step, and a logged score below.
+    """Draw training and evaluation loss against the step, with a logged score and the learning rate below.
 
     Args:
         log_history: Entries of a Trainer's state, with `step` and any of `loss`, `eval_loss`, `eval_bleu` and the like.
@@ -80,7 +80,9 @@ def draw_training_curve(
     losses = [key for key in keys[:2] if key in series]
     scores = [key for key in keys[2:] if key in series]
     score = f"eval_{metric}" if f"eval_{metric}" in scores else next(iter(scores), None)
-    ratios = [3] * bool(losses) + [2] * bool(scores)
+    rate = _series(log_history, "learning_rate")
+    has_rate = bool(len(rate[0]))
+    ratios = [3] * bool(losses) + [2] * bool(scores) + [1] * has_rate
     figure = Figure(figsize=(8, 1.2 + sum(ratios)), layout="constrained")
     FigureCanvasAgg(figure)
     panels: Any = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
@@ -88,8 +90,8 @@ def draw_training_curve(
         _draw_losses(panels[0], series, label_smoothing)
     if score is not None:
         style = {"color": SCORE_COLOR, "linewidth": 1.6, "marker": "o", "markersize": 4}
-        panels[-1].plot(*series[score], **style)
-        panels[-1].set_ylabel(f"{SCORE_LABELS[score.removeprefix('eval_')]} (%)")
+        panels[-1 - has_rate].plot(*series[score], **style)
+        panels[-1 - has_rate].set_ylabel(f"{SCORE_LABELS[score.removeprefix('eval_')]} (%)")
     best_key = "eval_loss" if metric == "loss" or score is None else score
     if best_key in series:
         steps, values = series[best_key]
@@ -97,9 +99,9 @@ def draw_training_curve(
         index = int(np.argmin(values) if name in ("loss", *LOWER_IS_BETTER) else np.argmax(values))
         star = {"color": BEST_COLOR, "markersize": 13, "markeredgecolor": "white", "zorder": 5}
         label = f"best: {values[index]:.4g} {SCORE_LABELS.get(name, name)} at step {steps[index]:,.0f}"
-        panels[0 if name == "loss" else -1].plot(steps[[index]], values[[index]], "*", label=label, **star)
+        panels[0 if name == "loss" else -1 - has_rate].plot(steps[[index]], values[[index]], "*", label=label, **star)
     # Above the panel, to hide no point.
-    position = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderaxespad": 0.3, "borderpad": 0}
+    position = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 2, "borderaxespad": 0.3, "borderpad": 0}
     for panel in panels:
         if panel.get_legend_handles_labels()[0]:
             panel.legend(**position, fontsize=9, labelcolor=TEXT_COLOR, frameon=False)
@@ -114,6 +116,12 @@ def draw_training_curve(
         if best_key in series:
             panel.axvline(steps[index], color=BEST_COLOR, linewidth=0.9, linestyle=(0, (3, 3)), zorder=1)
     bottom = panels[-1]
+    if has_rate:
+        bottom.plot(*rate, color=TEXT_COLOR, linewidth=1.6)
+        bottom.set_ylabel("learning rate")
+        bottom.set_ylim(bottom=0)
+        bottom.yaxis.set_major_locator(MaxNLocator(nbins=3, steps=(1, 2, 5, 10)))
+        bottom.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     # The panels share their steps, but training and scoring may end at different steps.
     bottom.set_xlim(0, 1.02 * max(panel.dataLim.x1 for panel in panels))
     bottom.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, steps=(1, 2, 5, 10)))

@@ -130,8 +130,9 @@ function drawMap(figure, values, rowNames, columnNames, describe, legend, isShar
   const scroll = document.createElement("div");
   scroll.className = "scroll";
   scroll.append(canvas, frame);
-  figure.replaceChildren(reading, scroll);
+  figure.replaceChildren(scroll);
   element("figcaption", legend + (isShare ? " The strongest color is " + percent(strongest) + "." : ""), figure);
+  figure.append(reading);
 }
 
 function showTokens() {

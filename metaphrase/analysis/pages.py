@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from metaphrase.analysis.explanation import Explanation
 from metaphrase.errors import MetaphraseError
 from metaphrase.hub_card.figures import BEST_COLOR, SCORE_LABELS, TEXT_COLOR, ignoring_missing_glyphs, save_figure
 from metaphrase.storage.folders import file_in_one_step
+from metaphrase.tokenization.tokenizer_trainer import SPACE_MARK
 
 
 def write_explanation_page(
@@ -251,11 +253,12 @@ def draw_attention_map(
     labels = plain | {"fontsize": min(10.0, cell * 72 * 0.55)}
     panel.xaxis.tick_top()
     panel.xaxis.set_label_position("top")
-    # Without characters that a font cannot show.
+    # Without marks of spaces and characters that a font cannot show.
     sides = (
-        [spell_out(token, ("Cc", "Cf", "Zl", "Zp", "Cs")) for token in side] for side in (source_tokens, target_tokens)
+        [spell_out(token.replace(SPACE_MARK, " "), ("Cc", "Cf", "Zl", "Zp", "Cs")) for token in side]
+        for side in (source_tokens, target_tokens)
     )
-    source_labels, target_labels = ([text if text.strip() else repr(text) for text in side] for side in sides)
+    source_labels, target_labels = ([text.strip() or repr(text) for text in side] for side in sides)
     panel.set_xticks(range(columns), source_labels, rotation=90, **labels)
     panel.set_yticks(range(rows), target_labels, **labels)
     panel.set_xlabel("source", color=TEXT_COLOR)
@@ -266,9 +269,11 @@ def draw_attention_map(
     panel.tick_params(which="both", length=0, pad=3)
     for row, column in enumerate(weights.argmax(axis=1)):
         panel.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=BEST_COLOR, linewidth=1.2))
-    note = "Frame: the largest weight of the row. The attention of a target token adds up to 1."
-    panel.annotate(note, (0, 0), (0, -6), "axes fraction", "offset points", va="top", fontsize=8, color=TEXT_COLOR)
     bar_height = max(1.6, min(height, 4.0))
+    note = "Frame: the largest weight of the row. The attention of a target token adds up to 1."
+    note = textwrap.fill(note, int(16 * (width + 0.9)))
+    corner = 0, min(0, 1 - bar_height / height)
+    panel.annotate(note, corner, (0, -6), "axes fraction", "offset points", va="top", fontsize=8, color=TEXT_COLOR)
     bar = figure.add_axes((1 + 0.2 / width, 1 - bar_height / height, 0.14 / width, bar_height / height))
     figure.colorbar(image, cax=bar, label="attention weight").outline.set_visible(False)
     bar.yaxis.label.set_color(TEXT_COLOR)
@@ -278,5 +283,6 @@ def draw_attention_map(
         with ignoring_missing_glyphs():
             box = panel.get_tightbbox(figure.canvas.get_renderer()).transformed(figure.dpi_scale_trans.inverted())
         position = box.x0 / width, (box.y1 + 0.15) / height
-        figure.text(*position, title, fontsize=12, fontweight="bold", **plain)
+        title = textwrap.fill(title, int(10.5 * (width + 0.9 - box.x0)))
+        figure.text(*position, title, va="bottom", fontsize=12, fontweight="bold", **plain)
     return save_figure(figure, path, bbox_inches="tight", pad_inches=0.15)

@@ -22,11 +22,12 @@ from metaphrase.tokenization import set_languages
 from metaphrase.tokenization.tokenizer_pair import has_languages
 
 TASKS = ("translation", "summarization", "text2text-generation")
-# ISO 639-1 code, ISO 639-3 code (as in NLLB's tokenizer), English name.
+# ISO 639-1 code, ISO 639-3 code (as in NLLB's tokenizer), English name, and a sentence for a few languages.
 _TABLE = Path(__file__).with_name("languages.tsv").read_text(encoding="utf-8")
 _ROWS = [line.split("\t") for line in _TABLE.splitlines()]
-NAMES = {code: name for code, _, name in _ROWS}
-_SHORT = {long: code for code, long, _ in _ROWS}
+NAMES = {code: name for code, _, name, *_ in _ROWS}
+EXAMPLES = {row[0]: row[3] for row in _ROWS if row[3:]}
+_SHORT = {long: code for code, long, *_ in _ROWS}
 _LABELS = {"nb": "no", "fil": "tl"}  # the identifier's names of languages, where the table has another
 # A shorter text does not tell its language; more characters tell no more.
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 40, 1000

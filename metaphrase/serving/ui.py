@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from metaphrase.analysis.alignment import aligned_layer, cross_attentions, word_weights
 from metaphrase.errors import MetaphraseError
 from metaphrase.serving.batcher import Ticket
-from metaphrase.serving.models import name_of, read_body, schema_of
+from metaphrase.serving.models import EXAMPLES, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service, answer, open_model
 from metaphrase.texts.documents import split_texts
 
@@ -80,7 +80,7 @@ def make_router(service: Service) -> APIRouter:
             for model in service.models.values()
         ]
         limits = {"max_text_characters": service.limits.max_text_characters, "max_targets": service.limits.max_beams}
-        return {"models": models, **limits, "needs_key": bool(service.keys)}
+        return {"models": models, "examples": EXAMPLES, **limits, "needs_key": bool(service.keys)}
 
     @router.post("/ui/translate", openapi_extra=schema_of(TextFields))
     async def translate(request: Request) -> dict[str, Any]:

@@ -408,5 +408,13 @@ def test_the_best_step_is_that_of_the_score_in_its_direction(log, metric, panel,
     assert stars == [(panel, f"best: {expected}")] * bool(expected)
 
 
+def test_learning_rate_has_a_panel_below_the_scores(drawn):
+    draw_training_curve([*LOG, *({"step": step, "learning_rate": step / 1e6} for step in (10, 20))], "curve.png")
+    *_, scores, rates = drawn[0].axes
+    assert (scores.get_ylabel(), rates.get_ylabel()) == ("BLEU (%)", "learning rate")
+    assert rates.lines[-1].get_ydata().tolist() == [1e-5, 2e-5] and rates.get_ylim()[0] == 0
+    assert "best" in scores.get_legend().get_texts()[0].get_text() and rates.get_legend() is None
+
+
 def test_a_log_without_a_loss_or_score_has_no_curve(drawn):
     assert draw_training_curve([{"step": 1, "epoch": 1.0}], "curve.png") is None and not drawn

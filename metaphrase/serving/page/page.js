@@ -243,6 +243,8 @@ function setLanguages() {
   source.lang = at("source-lang").value;
   target.lang = at("target-lang").value;
   at("swap").hidden = !findSwapped();
+  at("example").textContent = `Example: ${isolate(settings.examples[source.lang])}`;
+  count();
   translate();
 }
 
@@ -255,7 +257,6 @@ function findSwapped() {
 function swap() {
   const [{ name }, sourceLang, targetLang] = [findSwapped(), at("source-lang").value, at("target-lang").value];
   if (answer.sentences.length) source.value = targetText();
-  count();
   setModel(name, targetLang, sourceLang);
 }
 
@@ -263,6 +264,7 @@ function count() {
   const length = Array.from(source.value).length;
   at("count").textContent = `${length.toLocaleString("en")} / ${settings.max_text_characters.toLocaleString("en")}`;
   at("clear").hidden = !length;
+  at("example").hidden = length || !(source.lang in settings.examples);
   pinned = null;
   look(null);
 }
@@ -301,12 +303,13 @@ function listen() {
   for (const id of ["source-lang", "target-lang"]) at(id).addEventListener("change", setLanguages);
   at("wants-more").addEventListener("change", translate);
   at("swap").addEventListener("click", swap);
-  at("clear").addEventListener("click", () => {
-    source.value = "";
-    count();
-    translate();
-    source.focus();
-  });
+  for (const [id, text] of [["clear", () => ""], ["example", () => settings.examples[source.lang]]])
+    at(id).addEventListener("click", () => {
+      source.value = text();
+      count();
+      translate();
+      source.focus();
+    });
   at("copy").addEventListener("click", () => navigator.clipboard.writeText(targetText()).then(() => say("Copied."), () => say("The browser does not let the page copy.", true)));
 }
 
@@ -321,7 +324,6 @@ async function start() {
   at("key-field").hidden = !settings.needs_key;
   fill(at("model"), settings.models.map(({ name }) => ({ code: name, name })));
   setModel(settings.models[0].name);
-  count();
   listen();
 }
 
