@@ -45,7 +45,7 @@ def draw_words(panel, attention: AttentionMap, theme: dict) -> None:
     panel.imshow(word_weights(attention), cmap=colors, vmin=0, vmax=1)
     panel.set_title("Attention of German to English words", color=theme["text"], fontsize=11)
     panel.set_xticks(
-        range(len(attention.source_words)), attention.source_words, rotation=45, ha="left", rotation_mode="anchor"
+        range(len(attention.source_words)), attention.source_words, rotation=60, ha="left", rotation_mode="anchor"
     )
     panel.set_yticks(range(len(attention.target_words)), attention.target_words)
     panel.tick_params(

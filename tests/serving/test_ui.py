@@ -128,9 +128,8 @@ def test_example_is_a_sentence_of_the_source_language(browser, url, torch_url):
         one(browser, "#example").click()
         wait_for_target(browser, sentence.upper())
         assert not one(browser, "#example").is_displayed()
-        one(browser, "#clear").click()
-        one(browser, "#swap").click()
-    # The languages of this model are unknown.
+        for name in ("clear", "swap"):
+            one(browser, f"#{name}").click()
     open_page(browser, torch_url)
     assert not one(browser, "#example").is_displayed() and browser.get_log("browser") == []
 
