@@ -14,6 +14,7 @@ GENERATED: dict[str, Callable[[], Splits]] = {
     "normalization": normalization.make_splits,
     "recall": recall.make_splits,
     "semantic": semantic_parsing.make_splits,
+    "semantic_nested": partial(semantic_parsing.make_splits, nested=True),
     "demo": partial(corpora.make_demo, 30_000),
     "demo_500": partial(corpora.make_demo, 500),
 }
