@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from . import commands, corpora, inflection, normalization, recall, semantic_parsing
+from . import commands, corpora, inflection, normalization, recall, semantic_parsing, slog
 
 Splits = dict[str, list[tuple[str, str]]]
 
@@ -15,6 +15,8 @@ GENERATED: dict[str, Callable[[], Splits]] = {
     "recall": recall.make_splits,
     "semantic": semantic_parsing.make_splits,
     "semantic_nested": partial(semantic_parsing.make_splits, nested=True),
+    "slog": slog.make_splits,
+    "slog_nested": partial(slog.make_splits, nested=True),
     "demo": partial(corpora.make_demo, 30_000),
     "demo_500": partial(corpora.make_demo, 500),
 }

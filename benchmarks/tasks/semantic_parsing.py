@@ -1,9 +1,9 @@
 """Semantic parsing: an English sentence becomes a logical form.
 
-The task and its 21 kinds of new combinations are those of COGS (Kim and Linzen 2020, arXiv 2010.05465, table 1). Three more are
-of SLOG (Li et al. 2023, arXiv 2310.15040). The grammar and its words are our own. `test` is like training. Each file in
-`systematic` is one kind. Its words stand in training once, in one construction, and the file has them in another, or its
-sentences are built as none in training. `test_systematic` has the 21 kinds together.
+The task and its 21 kinds of new combinations are those of COGS (Kim and Linzen 2020, arXiv 2010.05465, table 1). Two more
+are of SLOG (see `slog`), and one has clauses and modifiers at once. The grammar and its words are our own. `test` is like
+training. Each file in `systematic` is one kind. Its words stand in training once, in one construction, and the file has
+them in another, or its sentences are built as none in training. `test_systematic` has the 21 kinds together.
 
 The same sentences have logical forms of two formalisms. *A cat saw the cake .* becomes:
 
@@ -179,6 +179,8 @@ class Sentence:
         modifiers: Number of prepositional phrases, each of the noun before it.
         modified: The role that the first prepositional phrase belongs to, if that is no subject. `subject` for subjects alone.
         relative: The noun's role in a relative clause after the modified noun. None without such a clause.
+        embedding: Number of relative clauses, each of the agent of the one before it.
+        question: The role in the innermost clause that the sentence asks for. None for a statement.
     """
 
     draw: random.Random
@@ -190,10 +192,14 @@ class Sentence:
     modifiers: int = 0
     modified: str = "theme"
     relative: str | None = None
+    embedding: int = 1
+    question: str | None = None
 
     def __post_init__(self):
         self.words: list[str] = []
         self.nodes: list[Node] = []
+        if self.question:
+            self.add(self.draw.choice(["who", "what"]) if self.question == "theme" else "who")
         self.root = self.clause(self.clauses)
 
     def pair(self, nested: bool = False) -> tuple[str, str]:
@@ -202,7 +208,7 @@ class Sentence:
         The positional form has the definite nouns first, then all facts in the order of their words.
         """
         text = " ".join(self.words)
-        text = text[0].upper() + text[1:] + " ."
+        text = text[0].upper() + text[1:] + (" ?" if self.question else " .")
         if nested:
             return text, self.root.nested(set())
         nodes = sorted(self.nodes, key=lambda node: node.position)
@@ -232,9 +238,15 @@ class Sentence:
             lemma, past, participle = draw.choice(
                 [forms(entry) for row in rows if frame in row for entry in VERBS[row].split()]
             )
+        asked = self.question if is_innermost else None
+        if self.question and depth == self.clauses and frame.split()[0] != asked:
+            self.add("did")
+            past = lemma
         roles: dict[str, Node | str] = {}
         for number, place in enumerate(frame.split()):
-            if place in ("V", "P"):
+            if place == asked:
+                roles[place] = "?"
+            elif place in ("V", "P"):
                 verb = self.add(past if place == "V" else participle, lemma)
             elif place == "C":
                 roles["ccomp"] = self.clause(depth - 1)
@@ -263,7 +275,7 @@ class Sentence:
         noun = self.described(word)
         if is_modified:
             if self.relative:
-                self.relative_clause(noun)
+                self.relative_clause(noun, self.embedding)
             self.prepositional_phrases(noun)
         return noun
 
@@ -281,16 +293,23 @@ class Sentence:
             noun.roles.append((f"nmod . {preposition}", place))
             noun = place
 
-    def relative_clause(self, noun: Node) -> None:
-        """Append a clause about a noun, which is its agent (*that saw a cat*) or its theme (*that a cat saw*)."""
+    def relative_clause(self, noun: Node, depth: int) -> None:
+        """Append a clause about a noun: *that saw a cat*, *that a cat saw* or *that a cat gave a book to*."""
         self.add("that")
-        lemma, past, _ = forms(self.draw.choice(VERBS[TRANSITIVE].split()))
+        verbs, frame = (DATIVE, DATIVE[1]) if self.relative == "recipient" else (TRANSITIVE, OBJECT[0])
+        lemma, past, _ = forms(self.draw.choice(VERBS[verbs].split()))
         roles: dict[str, Node] = {}
-        for place in OBJECT[0].split():
-            if place == "V":
+        for place in frame.split():
+            if place == self.relative:
+                roles[place] = noun
+            elif place == "V":
                 verb = self.add(past, lemma)
+            elif place == "to":
+                self.add("to")
             else:
-                roles[place] = noun if place == self.relative else self.described(self.draw.choice(ANIMATE))
+                roles[place] = self.described(self.draw.choice(INANIMATE if verbs is DATIVE and roles else ANIMATE))
+                if place == "agent" and depth > 1:
+                    self.relative_clause(roles[place], depth - 1)
         noun.roles.append(("nmod", verb))
         verb.roles += roles.items()
 
@@ -311,8 +330,8 @@ STRUCTURES = {
     "clauses_with_modifiers": lambda draw: Sentence(draw, frames=WITH_OBJECT, clauses=2, modifiers=2),
 }
 
-# Kinds of SLOG, which are no part of `test_systematic`.
-OF_SLOG = ("modifier_of_recipient", "relative_clause_of_subject", "clauses_with_modifiers")
+# These are not of COGS, and no part of `test_systematic`.
+OTHERS = ("modifier_of_recipient", "relative_clause_of_subject", "clauses_with_modifiers")
 
 
 def alone(word: str) -> tuple[str, str]:
@@ -396,6 +415,6 @@ def make_splits(
         while len(sentences) < num_of_kind:
             sentences.update([asked(name, draw).pair(nested)])
         splits[f"systematic/{name}"] = list(sentences.items())
-        if name not in OF_SLOG:
+        if name not in OTHERS:
             splits["test_systematic"] += sentences.items()
     return splits

@@ -3,7 +3,9 @@
 import random
 import re
 
-from benchmarks.tasks import semantic_parsing
+import pytest
+
+from benchmarks.tasks import semantic_parsing, slog
 from benchmarks.tasks.semantic_parsing import KINDS, VERBS, Sentence, forms
 
 VERBS_OF_KINDS = [word for kind in KINDS.values() if not kind.role and kind.shown for word in kind.words]
@@ -26,14 +28,21 @@ def check_logical_forms(positional, nested):
             assert words[int(position)] == word or (words[int(position)], word) in LEMMAS
 
 
-def test_both_formalisms_have_the_same_sentences_of_a_known_grammar():
-    positional, nested = (semantic_parsing.make_splits(400, 20, nested=nested) for nested in (False, True))
+def check_no_split_has_sources_of_training(splits):
+    train = {source for source, _ in splits["train"]}
+    assert not train & {source for split, pairs in splits.items() if split != "train" for source, _ in pairs}
+
+
+@pytest.mark.parametrize(("task", "kinds", "in_test"), [(semantic_parsing, 24, 21), (slog, 17, 17)])
+def test_both_formalisms_have_the_same_sentences(task, kinds, in_test):
+    positional, nested = (task.make_splits(400, 20, nested=nested) for nested in (False, True))
     assert positional.keys() == nested.keys()
+    assert sum(split.startswith("systematic/") for split in positional) == kinds
+    assert len(positional["test_systematic"]) == 20 * in_test
     for split, pairs in positional.items():
         assert len({source for source, _ in pairs}) == len(pairs)
         check_logical_forms(*[[pair for pair in pairs if "LAMBDA" not in pair[1]] for pairs in (pairs, nested[split])])
-    held_out = {source for split, pairs in positional.items() if split != "train" for source, _ in pairs}
-    assert not held_out & {source for source, _ in positional["train"]}
+    check_no_split_has_sources_of_training(positional)
 
 
 def test_logical_forms_of_known_sentences():
@@ -54,4 +63,25 @@ def test_logical_forms_of_known_sentences():
     assert passive.pair(nested=True) == (
         "Olivia was rolled by the wizard on the yard .",
         "roll ( theme = Olivia , agent = * wizard ( nmod . on = * yard ) )",
+    )
+
+
+def test_depths_and_questions_of_slog():
+    splits = slog.make_splits(3000, 20)
+    for fact, kind in (("nmod . ", "modifiers"), ("ccomp", "clauses"), ("nmod (", "embedding")):
+        depths = {split: {target.count(f" . {fact}") for _, target in pairs} for split, pairs in splits.items()}
+        assert depths["train"] == {0, 1, 2, 4}
+        assert depths[f"systematic/{kind}_of_depth_3"] == {3}
+        assert depths[f"systematic/deeper_{kind}"] <= set(range(5, 13))
+    questions = [pair for pair in splits["train"] if pair[0].endswith("?")]
+    assert questions and all(re.search(r"\. (agent|theme) \( x _ \d+ , \? \)", target) for _, target in questions)
+    question = Sentence(random.Random(3), frames=("agent V theme",), clauses=1, question="theme")
+    assert question.pair(nested=True) == (
+        "Who did Zoe prove that Helen burst ?",
+        "prove ( agent = Zoe , ccomp = burst ( agent = Helen , theme = ? ) )",
+    )
+    stranded = Sentence(random.Random(4), frames=("agent V theme",), relative="recipient")
+    assert stranded.pair(nested=True) == (
+        "The crow helped a baker that the eagle gave a melon to .",
+        "help ( agent = * crow , theme = baker ( nmod = give ( agent = * eagle , theme = melon , recipient = baker ) ) )",
     )
