@@ -4,16 +4,25 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from . import commands, corpora, inflection, normalization, recall, semantic_parsing
+from . import commands, corpora, inflection, normalization, paradigms, recall, semantic_parsing, slog, transliteration
 
 Splits = dict[str, list[tuple[str, str]]]
 
 GENERATED: dict[str, Callable[[], Splits]] = {
     "commands": commands.make_splits,
+    "commands_length": commands.make_length_splits,
+    "commands_primitive": commands.make_primitive_splits,
     "inflection": inflection.make_splits,
+    "inflection_agglutinative": lambda: paradigms.as_pairs(paradigms.make_agglutinative()),
+    "inflection_copies": lambda: paradigms.as_pairs(paradigms.make_copies()),
+    "inflection_features": lambda: paradigms.as_pairs(paradigms.make_agglutinative(hold_out=True)),
     "normalization": normalization.make_splits,
     "recall": recall.make_splits,
     "semantic": semantic_parsing.make_splits,
+    "semantic_nested": partial(semantic_parsing.make_splits, nested=True),
+    "slog": slog.make_splits,
+    "slog_nested": partial(slog.make_splits, nested=True),
+    "transliteration": transliteration.make_splits,
     "demo": partial(corpora.make_demo, 30_000),
     "demo_500": partial(corpora.make_demo, 500),
 }

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tasks FOLDER commands inflection normalization recall semantic
 
-`commands` and `semantic` get `test_systematic.tsv` too, with combinations that training never shows.
+Those of commands and semantic parsing get `test_systematic.tsv` too, with combinations that training never shows.
 """
 
 import argparse

@@ -1,9 +1,17 @@
 """Semantic parsing: an English sentence becomes a logical form.
 
-The task and its 21 kinds of new combinations are those of COGS (Kim and Linzen 2020, arXiv 2010.05465, table 1). Three more are
-of SLOG (Li et al. 2023, arXiv 2310.15040). The grammar and its words are our own. `test` is like training. Each file in
-`systematic` is one kind. Its words stand in training once, in one construction, and the file has them in another, or its
-sentences are built as none in training. `test_systematic` has the 21 kinds together.
+The task and its 21 kinds of new combinations are those of COGS (Kim and Linzen 2020, arXiv 2010.05465, table 1). Two more
+are of SLOG (see `slog`), and one has clauses and modifiers at once. The grammar and its words are our own. `test` is like
+training. Each file in `systematic` is one kind. Its words stand in training once, in one construction, and the file has
+them in another, or its sentences are built as none in training. `test_systematic` has the 21 kinds together.
+
+The same sentences have logical forms of two formalisms. *A cat saw the cake .* becomes:
+
+- positional, as in COGS: `* cake ( x _ 4 ) ; cat ( x _ 1 ) AND see . agent ( x _ 2 , x _ 1 ) AND see . theme ( x _ 2 , x _ 4 )`.
+  A variable has the position of its word, from 0.
+- nested, without variables, as in Qiu et al. 2022 (arXiv 2112.07610): `see ( agent = cat , theme = * cake )`. A star marks
+  a definite noun. The modified noun fills its role in the relative clause, too, and the subject fills that of the infinitive:
+  *the cake that a cat saw* is `* cake ( nmod = see ( agent = cat , theme = * cake ) )`. There it stands without modifiers.
 """
 
 # ruff: noqa: SIM905 (words are read more easily in one string)
@@ -119,6 +127,44 @@ VERBS_OF = {"theme_to_omitted_object_subject": OMISSIBLE, "theme_to_unergative_s
 WITH_OBJECT = ("agent V theme", *DATIVE[:2])
 
 
+# Order of the roles of a verb in the positional formalism.
+ROLES = ("agent", "theme", "recipient", "ccomp", "xcomp")
+
+
+@dataclass(eq=False)
+class Node:
+    """Noun or verb of a logical form.
+
+    Args:
+        word: The noun, or the lemma of the verb.
+        position: Position of the word in the sentence, from 0.
+        is_definite: Whether *the* stands before the noun. None for a verb.
+        roles: Names of roles with their fillers, in the order of a frame. A filler is a node or a name.
+    """
+
+    word: str
+    position: int
+    is_definite: bool | None = None
+    roles: list[tuple[str, "Node | str"]] = field(default_factory=list)
+
+    def facts(self) -> list[str]:
+        """Return what the positional formalism says of the word, less its definite article."""
+        facts = [f"{self.word} ( x _ {self.position} )"] if self.is_definite is False else []
+        for role, filler in sorted(self.roles, key=lambda role: ROLES.index(role[0]) if role[0] in ROLES else 0):
+            variable = f"x _ {filler.position}" if isinstance(filler, Node) else filler
+            facts.append(f"{self.word} . {role} ( x _ {self.position} , {variable} )")
+        return facts
+
+    def nested(self, told: set["Node"]) -> str:
+        """Return the word with its roles, or alone if it is one of the nodes of `told`, which it joins."""
+        word = f"* {self.word}" if self.is_definite else self.word
+        if self in told or not self.roles:
+            return word
+        told.add(self)
+        fillers = [(role, filler.nested(told) if isinstance(filler, Node) else filler) for role, filler in self.roles]
+        return f"{word} ( {' , '.join(f'{role} = {filler}' for role, filler in fillers)} )"
+
+
 @dataclass
 class Sentence:
     """Random sentence with its logical form.
@@ -133,6 +179,8 @@ class Sentence:
         modifiers: Number of prepositional phrases, each of the noun before it.
         modified: The role that the first prepositional phrase belongs to, if that is no subject. `subject` for subjects alone.
         relative: The noun's role in a relative clause after the modified noun. None without such a clause.
+        embedding: Number of relative clauses, each of the agent of the one before it.
+        question: The role in the innermost clause that the sentence asks for. None for a statement.
     """
 
     draw: random.Random
@@ -144,26 +192,39 @@ class Sentence:
     modifiers: int = 0
     modified: str = "theme"
     relative: str | None = None
+    embedding: int = 1
+    question: str | None = None
 
     def __post_init__(self):
         self.words: list[str] = []
-        self.definite: list[str] = []
-        self.facts: list[tuple[int, str]] = []
-        self.clause(self.clauses)
+        self.nodes: list[Node] = []
+        if self.question:
+            self.add(self.draw.choice(["who", "what"]) if self.question == "theme" else "who")
+        self.root = self.clause(self.clauses)
 
-    def pair(self) -> tuple[str, str]:
-        """Return the text and the logical form: definite nouns first, then all facts in the order of their words."""
+    def pair(self, nested: bool = False) -> tuple[str, str]:
+        """Return the text and the logical form.
+
+        The positional form has the definite nouns first, then all facts in the order of their words.
+        """
         text = " ".join(self.words)
-        facts = " AND ".join(fact for _, fact in sorted(self.facts, key=lambda fact: fact[0]))
-        return text[0].upper() + text[1:] + " .", " ; ".join([*self.definite, facts])
+        text = text[0].upper() + text[1:] + (" ?" if self.question else " .")
+        if nested:
+            return text, self.root.nested(set())
+        nodes = sorted(self.nodes, key=lambda node: node.position)
+        definite = [f"* {node.word} ( x _ {node.position} )" for node in nodes if node.is_definite]
+        return text, " ; ".join([*definite, " AND ".join(fact for node in nodes for fact in node.facts())])
 
-    def add(self, *words: str) -> int:
-        """Append words and return the position of the last one."""
-        self.words += words
-        return len(self.words) - 1
+    def add(self, word: str, lemma: str | None = None, is_definite: bool | None = None) -> Node:
+        """Append a word and return its node, which is part of the logical form if it has a lemma."""
+        node = Node(lemma or word, len(self.words), is_definite)
+        self.words.append(word)
+        if lemma:
+            self.nodes.append(node)
+        return node
 
-    def clause(self, depth: int) -> int:
-        """Append a clause and return the position of its verb."""
+    def clause(self, depth: int) -> Node:
+        """Append a clause and return its verb."""
         draw, is_innermost = self.draw, not depth
         if not is_innermost:
             (lemma, past, participle), frame = draw.choice([entry for entry in VERB_FRAMES if entry[1] in CLAUSAL])
@@ -177,28 +238,31 @@ class Sentence:
             lemma, past, participle = draw.choice(
                 [forms(entry) for row in rows if frame in row for entry in VERBS[row].split()]
             )
-        roles, verb = {}, None
+        asked = self.question if is_innermost else None
+        if self.question and depth == self.clauses and frame.split()[0] != asked:
+            self.add("did")
+            past = lemma
+        roles: dict[str, Node | str] = {}
         for number, place in enumerate(frame.split()):
-            if place in ("V", "P"):
-                verb = self.add(past if place == "V" else participle)
+            if place == asked:
+                roles[place] = "?"
+            elif place in ("V", "P"):
+                verb = self.add(past if place == "V" else participle, lemma)
             elif place == "C":
-                roles["ccomp"] = f"x _ {self.clause(depth - 1)}"
+                roles["ccomp"] = self.clause(depth - 1)
             elif place == "I":
                 infinitive = self.fillers.get("infinitive") or draw.choice(VERBS[UNERGATIVE].split()).split("/")[0]
-                position = self.add(infinitive)
-                roles["xcomp"] = f"x _ {position}"
-                self.facts.append((position, f"{infinitive} . agent ( x _ {position} , {roles['agent']} )"))
+                roles["xcomp"] = self.add(infinitive, infinitive)
+                roles["xcomp"].roles.append(("agent", roles["agent"]))
             elif place in ("agent", "theme", "recipient"):
                 roles[place] = self.noun_phrase(place, "subject" if not number else place, is_innermost)
             else:
                 self.add(place)
-        for role in ("agent", "theme", "recipient", "ccomp", "xcomp"):
-            if role in roles:
-                self.facts.append((verb, f"{lemma} . {role} ( x _ {verb} , {roles[role]} )"))
+        verb.roles += roles.items()
         return verb
 
-    def noun_phrase(self, role: str, place: str, is_innermost: bool) -> str:
-        """Append a noun phrase and return its variable or name. `place` is its role, or `subject` before the verb."""
+    def noun_phrase(self, role: str, place: str, is_innermost: bool) -> Node | str:
+        """Append a noun phrase and return its noun or name. `place` is its role, or `subject` before the verb."""
         draw = self.draw
         is_modified = is_innermost and place == self.modified and (self.modifiers or self.relative)
         word = self.fillers.get(role) if is_innermost else None
@@ -208,44 +272,46 @@ class Sentence:
         if word[0].isupper():
             self.add(word)
             return word
-        position = self.described(word)
+        noun = self.described(word)
         if is_modified:
             if self.relative:
-                self.relative_clause(word, position)
-            self.prepositional_phrases(word, position)
-        return f"x _ {position}"
+                self.relative_clause(noun, self.embedding)
+            self.prepositional_phrases(noun)
+        return noun
 
-    def described(self, noun: str) -> int:
-        """Append determiner and noun and return the position of the noun."""
+    def described(self, noun: str) -> Node:
+        """Append determiner and noun and return the noun."""
         determiner = self.draw.choice(["a", "the"])
-        position = self.add("an" if determiner == "a" and noun[0] in "aeiou" else determiner, noun)
-        if determiner == "the":
-            self.definite.append(f"* {noun} ( x _ {position} )")
-        else:
-            self.facts.append((position, f"{noun} ( x _ {position} )"))
-        return position
+        self.add("an" if determiner == "a" and noun[0] in "aeiou" else determiner)
+        return self.add(noun, noun, determiner == "the")
 
-    def prepositional_phrases(self, noun: str, position: int) -> None:
+    def prepositional_phrases(self, noun: Node) -> None:
         for _ in range(self.modifiers):
             preposition = self.draw.choice(PREPOSITIONS)
             self.add(preposition)
-            place = self.draw.choice(PLACES)
-            at = self.described(place)
-            self.facts.append((position, f"{noun} . nmod . {preposition} ( x _ {position} , x _ {at} )"))
-            noun, position = place, at
+            place = self.described(self.draw.choice(PLACES))
+            noun.roles.append((f"nmod . {preposition}", place))
+            noun = place
 
-    def relative_clause(self, noun: str, position: int) -> None:
-        """Append a clause about a noun, which is its agent (*that saw a cat*) or its theme (*that a cat saw*)."""
+    def relative_clause(self, noun: Node, depth: int) -> None:
+        """Append a clause about a noun: *that saw a cat*, *that a cat saw* or *that a cat gave a book to*."""
         self.add("that")
-        lemma, past, _ = forms(self.draw.choice(VERBS[TRANSITIVE].split()))
-        if self.relative == "agent":
-            verb = self.add(past)
-            roles = {"agent": f"x _ {position}", "theme": f"x _ {self.described(self.draw.choice(ANIMATE))}"}
-        else:
-            roles = {"agent": f"x _ {self.described(self.draw.choice(ANIMATE))}", "theme": f"x _ {position}"}
-            verb = self.add(past)
-        self.facts.append((position, f"{noun} . nmod ( x _ {position} , x _ {verb} )"))
-        self.facts += [(verb, f"{lemma} . {role} ( x _ {verb} , {filler} )") for role, filler in roles.items()]
+        verbs, frame = (DATIVE, DATIVE[1]) if self.relative == "recipient" else (TRANSITIVE, OBJECT[0])
+        lemma, past, _ = forms(self.draw.choice(VERBS[verbs].split()))
+        roles: dict[str, Node] = {}
+        for place in frame.split():
+            if place == self.relative:
+                roles[place] = noun
+            elif place == "V":
+                verb = self.add(past, lemma)
+            elif place == "to":
+                self.add("to")
+            else:
+                roles[place] = self.described(self.draw.choice(INANIMATE if verbs is DATIVE and roles else ANIMATE))
+                if place == "agent" and depth > 1:
+                    self.relative_clause(roles[place], depth - 1)
+        noun.roles.append(("nmod", verb))
+        verb.roles += roles.items()
 
 
 # Kinds whose words are all known, but which are built as no sentence of training.
@@ -264,8 +330,8 @@ STRUCTURES = {
     "clauses_with_modifiers": lambda draw: Sentence(draw, frames=WITH_OBJECT, clauses=2, modifiers=2),
 }
 
-# Kinds of SLOG, which are no part of `test_systematic`.
-OF_SLOG = ("modifier_of_recipient", "relative_clause_of_subject", "clauses_with_modifiers")
+# These are not of COGS, and no part of `test_systematic`.
+OTHERS = ("modifier_of_recipient", "relative_clause_of_subject", "clauses_with_modifiers")
 
 
 def alone(word: str) -> tuple[str, str]:
@@ -279,32 +345,32 @@ def alone(word: str) -> tuple[str, str]:
     return word, f"LAMBDA a . LAMBDA e . {word} . agent ( e , a )"
 
 
-def usual(draw: random.Random) -> tuple[str, str]:
+def usual(draw: random.Random) -> Sentence:
     """Return a sentence as in training: up to two clauses around it, up to two modifiers of an object or a relative clause."""
     depth = draw.choice([0, 0, 1, 1, 2])
     shape = draw.choice(["clauses", "modifiers", "relative"] if depth else [""])
     if shape == "clauses":
-        return Sentence(draw, clauses=depth).pair()
+        return Sentence(draw, clauses=depth)
     if shape == "modifiers":
-        return Sentence(draw, frames=WITH_OBJECT, modifiers=depth).pair()
+        return Sentence(draw, frames=WITH_OBJECT, modifiers=depth)
     if shape == "relative":
-        return Sentence(draw, frames=WITH_OBJECT, relative=draw.choice(["agent", "theme"])).pair()
-    return Sentence(draw).pair()
+        return Sentence(draw, frames=WITH_OBJECT, relative=draw.choice(["agent", "theme"]))
+    return Sentence(draw)
 
 
-def shown(kind: Kind, word: str, draw: random.Random) -> tuple[str, str]:
+def shown(kind: Kind, word: str, draw: random.Random, nested: bool) -> tuple[str, str]:
     """Return the one training pair that has the word of a kind."""
     if kind.shown is None:
         return alone(word)
     if kind.role is None:
-        return Sentence(draw, verb=word, frames=(kind.shown,)).pair()
-    return Sentence(draw, {kind.role[0]: word}, frames=(kind.shown,)).pair()
+        return Sentence(draw, verb=word, frames=(kind.shown,)).pair(nested)
+    return Sentence(draw, {kind.role[0]: word}, frames=(kind.shown,)).pair(nested)
 
 
-def asked(name: str, draw: random.Random) -> tuple[str, str]:
-    """Return a pair of a kind of new combinations, with up to two clauses around it."""
+def asked(name: str, draw: random.Random) -> Sentence:
+    """Return a sentence of a kind of new combinations, with up to two clauses around it."""
     if name in STRUCTURES:
-        return STRUCTURES[name](draw).pair()
+        return STRUCTURES[name](draw)
     kind = KINDS[name]
     word, verb, fillers = draw.choice(kind.words), None, {}
     if name == "alone_to_infinitive":
@@ -313,21 +379,24 @@ def asked(name: str, draw: random.Random) -> tuple[str, str]:
         verb = word
     else:
         fillers[kind.role[1]] = word
-    return Sentence(draw, fillers, verb, kind.asked, VERBS_OF.get(name), clauses=draw.choice([0, 0, 0, 1, 2])).pair()
+    return Sentence(draw, fillers, verb, kind.asked, VERBS_OF.get(name), clauses=draw.choice([0, 0, 0, 1, 2]))
 
 
-def make_splits(num_train: int = 24_000, num_of_kind: int = 200, seed: int = 4) -> dict[str, list[tuple[str, str]]]:
+def make_splits(
+    num_train: int = 24_000, num_of_kind: int = 200, seed: int = 4, nested: bool = False
+) -> dict[str, list[tuple[str, str]]]:
     """Return the pairs of each split. No sentence occurs twice.
 
     Args:
         num_train: Number of sentences of training. The words that stand alone and those of the kinds come on top.
         num_of_kind: Number of sentences of each kind.
         seed: Seed of all choices.
+        nested: Whether logical forms are nested. The sentences are the same.
     """
     draw = random.Random(seed)
     pairs = {}
     while len(pairs) < num_train + 1500:
-        pairs.update([usual(draw)])
+        pairs.update([usual(draw).pair(nested)])
     pairs = list(pairs.items())
     words = [
         *draw.sample([*ANIMATE, *INANIMATE, *PLACES], 80),
@@ -338,14 +407,14 @@ def make_splits(num_train: int = 24_000, num_of_kind: int = 200, seed: int = 4) 
         "jump",
     ]
     train = pairs[1500:] + [alone(word) for word in words]
-    train += [shown(kind, word, draw) for kind in KINDS.values() for word in kind.words]
+    train += [shown(kind, word, draw, nested) for kind in KINDS.values() for word in kind.words]
     draw.shuffle(train)
     splits = {"train": train, "validation": pairs[:500], "test": pairs[500:1500], "test_systematic": []}
     for name in (*KINDS, *STRUCTURES):
         sentences = {}
         while len(sentences) < num_of_kind:
-            sentences.update([asked(name, draw)])
+            sentences.update([asked(name, draw).pair(nested)])
         splits[f"systematic/{name}"] = list(sentences.items())
-        if name not in OF_SLOG:
+        if name not in OTHERS:
             splits["test_systematic"] += sentences.items()
     return splits
