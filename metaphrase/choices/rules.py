@@ -489,6 +489,8 @@ def choose_tokenizers(recipe: Recipe, profile: CorpusProfile, kinds: tuple[str, 
         kinds, reason = ("byte_bpe", "byte_bpe"), "only pieces can be sampled"
     elif must_join and kinds[0] != kinds[1]:
         kinds, reason = ("byte_bpe", "byte_bpe"), "both sides have one vocabulary"
+    if recipe.preset == "student-marian":
+        kinds, reason = ("unigram", "unigram"), "Marian reads these pieces"
     if recipe.tokenizer_kind is not None:
         kinds, reason = (recipe.tokenizer_kind, recipe.tokenizer_kind), "the kind is given"
     kind, target_kind = kinds[0], recipe.target_tokenizer_kind or kinds[1]

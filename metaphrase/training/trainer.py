@@ -215,6 +215,15 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if self.is_fsdp_enabled:
             self.accelerator.prepare = keep_embeddings_together(self.accelerator.prepare)
 
+    def create_optimizer(self, model=None):
+        optimizer, head = super().create_optimizer(model), self.model.get_output_embeddings()
+        if not getattr(self.model.config, "train_padding_embedding", True) and not is_sharded(self.model):
+            row = self.model.config.pad_token_id
+            # A tied output projection would train the embedding of padding, which is zero in Marian's models.
+            if head is not None and not head.weight[row].any():
+                optimizer.register_step_post_hook(lambda *_: head.weight.detach()[row].zero_())
+        return optimizer
+
     # Loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
