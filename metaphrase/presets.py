@@ -70,14 +70,9 @@ _MARIAN = _VASWANI | {
     "pad_token_id": 58100,
     "decoder_start_token_id": 58100,
 }
-# Marian's own files have these fields. transformers' Marian differs in its positions and its `norm_eps`.
-_MARIAN_FILE = _VASWANI | {
-    "sinusoidal_layout": "fairseq",
-    "norm_eps": 1e-6,
-    "logits_bias": True,
-    "train_padding_embedding": False,
-    "decoder_self_attention": "ssru",
-}
+# Marian's own files have these fields. transformers' Marian has other positions and another `norm_eps`.
+_MARIAN_FILE = _VASWANI | {"sinusoidal_layout": "fairseq", "norm_eps": 1e-6, "logits_bias": True}
+_MARIAN_FILE |= {"train_padding_embedding": False, "decoder_self_attention": "ssru"}
 # The decoder reads all of the source in any case, so that no encoder layer needs full attention.
 _LONG = {
     "max_position_embeddings": 16384,
@@ -138,8 +133,7 @@ def preset_names() -> list[str]:
 def from_preset(cls: "type[MetaphraseConfig]", name: str, **overrides: Any) -> "MetaphraseConfig":
     """Return the configuration of a preset.
 
-    In T5's presets, `logits_scale` follows the final `hidden_size` and `tie_word_embeddings`. The decoder of `student-marian`
-    starts with padding, whose embedding is zero.
+    In T5's presets, `logits_scale` follows the final `hidden_size` and `tie_word_embeddings`.
 
     Args:
         name: One of `presets()`.
@@ -158,6 +152,7 @@ def from_preset(cls: "type[MetaphraseConfig]", name: str, **overrides: Any) -> "
     if fields.get("logits_scale", 1.0) is None:
         is_tied = fields.get("tie_word_embeddings", True)
         fields["logits_scale"] = fields["hidden_size"] ** -0.5 if is_tied else 1.0
+    # Marian's decoder starts with zeros, which are the embedding of padding.
     if not PRESETS[name].get("train_padding_embedding", True):
         fields |= {"bos_token_id": None, "decoder_start_token_id": fields.get("pad_token_id", cls.pad_token_id)}
     return cls(**fields)

@@ -247,11 +247,10 @@ def export_argos(
             raise MetaphraseError(f"The code of a language must have two or three letters, such as en, got {code!r}.")
     folder = find_folder(source)
     tokenizers = TokenizerPair.from_pretrained(folder)
-    tokenizer = tokenizers.source
-    pieces = sentencepiece_model(tokenizer) if tokenizers.is_joint else None
+    pieces = sentencepiece_model(tokenizers.source) if tokenizers.is_joint else None
     if pieces is None:
-        kind = type(tokenizer.backend_tokenizer.model if tokenizer.is_fast else tokenizer).__name__
-        kind = kind if tokenizers.is_joint else "two tokenizers"
+        model = tokenizers.source.backend_tokenizer.model if tokenizers.source.is_fast else tokenizers.source
+        kind = type(model).__name__ if tokenizers.is_joint else "two tokenizers"
         text = "Train one with `tokenizer_kind: unigram`, or run `metaphrase serve`"
         raise MetaphraseError(f"`export` needs one tokenizer of the kind unigram, not normalized, got {kind}. {text}.")
     metadata = {"package_version": "1.0", "argos_version": "1.11", "type": "translate"}

@@ -133,8 +133,8 @@ def _read_bin(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _find_vocabularies(folder: Path) -> list[Path]:
-    """Return the file of a joint vocabulary, or those of source and target."""
+def read_vocabularies(folder: Path) -> TokenizerPair:
+    """Return the tokenizers of a model by the file of a joint vocabulary, or those of both sides. Padding follows the pieces."""
     paths = sorted(folder.glob("*.spm"))
     if len(paths) > 1:
         sides = [[path for path in paths if re.search(side, path.name)] for side in ("src|source", "trg|target")]
@@ -143,13 +143,8 @@ def _find_vocabularies(folder: Path) -> list[Path]:
         names = ", ".join(sorted(path.name for path in folder.glob("*.spm"))) or "none"
         text = "A model of Marian must have one vocabulary *.spm beside it, or source.spm and target.spm"
         raise MetaphraseError(f"{text}, got {names} in {folder}.")
-    return paths
-
-
-def read_vocabularies(folder: Path) -> TokenizerPair:
-    """Return the tokenizers of a model by the file of a joint vocabulary, or those of both sides. Padding follows the pieces."""
     tokenizers = []
-    for path in _find_vocabularies(folder):
+    for path in paths:
         with _naming_damaged_file(path, "a unigram model of SentencePiece"):
             tokenizers.append(_make_tokenizer(path.read_bytes()))
     source, target = tokenizers[0], tokenizers[-1]
@@ -231,49 +226,36 @@ def _read_message(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def sentencepiece_model(tokenizer: PreTrainedTokenizerBase, omit_padding: bool = False) -> bytes | None:
-    """Return the model of SentencePiece that splits texts as a tokenizer of the kind `unigram`, or None for other tokenizers.
-
-    Texts begin without a space. The tokenizer was trained here without `normalization`, or made of a model of SentencePiece.
-    """
+    """Return SentencePiece's model for a `unigram` tokenizer without `normalization`, or None. Texts begin without a space."""
     state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {}}
     model, splits = state["model"], (state.get("pre_tokenizer") or {}).get("pretokenizers", [])
-    normalizing = {step["type"]: step for step in (state.get("normalizer") or {}).get("normalizers", [])}
-    names = [step["type"] for step in splits]
-    is_known = names[:2] == ["Metaspace", "Split"] and normalizing.keys() <= {"Precompiled", "Replace"}
-    if model.get("type") != "Unigram" or not is_known:
+    steps = {step["type"]: step for step in (state.get("normalizer") or {}).get("normalizers", [])}
+    is_marked = [step["type"] for step in splits[:2]] == ["Metaspace", "Split"]
+    if model.get("type") != "Unigram" or not is_marked or not steps.keys() <= {"Precompiled", "Replace"}:
         return None
-    *user_defined, controls = (step["pattern"]["Regex"] for step in splits[1:])
-    user_defined += [re.escape(token["content"]) for token in state["added_tokens"] if not token["special"]]
-    content = b""
-    for index, (piece, score) in enumerate(model["vocab"]):
-        is_byte = model["byte_fallback"] and re.fullmatch("<0x[0-9A-F]{2}>", piece)
-        is_user_defined = any(re.fullmatch(pattern, piece) for pattern in user_defined)
-        kind = _BYTE if is_byte else _USER_DEFINED if is_user_defined else _NORMAL
-        kind = (
-            _UNKNOWN
-            if index == model["unk_id"]
-            else _CONTROL
-            if kind == _NORMAL and re.match(controls, piece)
-            else kind
-        )
-        if not omit_padding or piece != tokenizer.pad_token:
-            fields = _field(1, piece.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18" + bytes([kind])
-            content += _field(_PIECES, fields)
-    charsmap = base64.b64decode(normalizing.get("Precompiled", {}).get("precompiled_charsmap", ""))
-    flags = {_DUMMY_PREFIX: splits[0]["prepend_scheme"] != "never", _REMOVE_SPACES: "Replace" in normalizing}
-    normalizer = b"".join(bytes([number << 3, flag]) for number, flag in flags.items())
-    # The number of this field takes two bytes.
-    trainer = b"\x98\x02\x01" if model["byte_fallback"] else b""
-    return content + _field(_TRAINER, trainer) + _field(_NORMALIZER, _field(_CHARSMAP, charsmap) + normalizer)
+    *whole, controls = (step["pattern"]["Regex"] for step in splits[1:])
+    whole += [re.escape(token["content"]) for token in state["added_tokens"] if not token["special"]]
+    types = {_USER_DEFINED: "|".join(whole), _BYTE: "<0x[0-9A-F]{2}>" if model["byte_fallback"] else ""}
+    types[_CONTROL] = f"(?:{controls}).*"
+    kinds = [next((kind for kind in types if re.fullmatch(types[kind], name)), _NORMAL) for name, _ in model["vocab"]]
+    kinds[model["unk_id"]] = _UNKNOWN
+    # Field 2 of a piece is its score, and field 3 its type.
+    pieces = b"".join(
+        _field(_PIECES, _field(1, name.encode()) + struct.pack("<BfBB", 0x15, score, 0x18, kind))
+        for kind, (name, score) in zip(kinds, model["vocab"], strict=True)
+        if not omit_padding or name != tokenizer.pad_token
+    )
+    # The number of the trainer's field takes two bytes.
+    trainer = _field(_TRAINER, b"\x98\x02\x01" if model["byte_fallback"] else b"")
+    charsmap = base64.b64decode(steps.get("Precompiled", {}).get("precompiled_charsmap", ""))
+    flags = _DUMMY_PREFIX << 3, splits[0]["prepend_scheme"] != "never", _REMOVE_SPACES << 3, "Replace" in steps
+    return pieces + trainer + _field(_NORMALIZER, _field(_CHARSMAP, charsmap) + bytes(flags))
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """Return a field of bytes in the format of Protocol Buffers: number and type, length, content."""
-    length, size = len(content), b""
-    while length > 127:
-        size += bytes([length & 127 | 128])
-        length >>= 7
-    return bytes([number << 3 | 2]) + size + bytes([length]) + content
+    """Return a field of bytes in the format of Protocol Buffers: number and type, length in four bytes, content."""
+    size = [len(content) >> shift & 127 | 128 for shift in (0, 7, 14)]
+    return bytes([number << 3 | 2, *size, len(content) >> 21]) + content
 
 
 def _read_vocabulary_map(path: Path, tokenizers: TokenizerPair) -> VocabularyMap:
@@ -363,9 +345,16 @@ def _read_config(options: Mapping[str, Any], num_tokens: int, eos_token_id: int)
         # Two options decide on the norms.
         if ours is None or fields.setdefault(field, ours) != ours:
             _refuse(name, " or ".join(map(repr, choices)), value)
-    if fields["activation_function"] == "gelu" and _version(options) <= (1, 12, 0):
+    # Options without a version were written here.
+    number = re.match(r"v(\d+)\.(\d+)\.?(\d*)", str(options.get("version", "v1.12.42")))
+    version = [int(part or 0) for part in number.groups()] if number else []
+    if fields["activation_function"] == "gelu" and version <= [1, 12, 0]:
         # Older versions approximated it by a sigmoid.
         fields["activation_function"] = "quick_gelu"
+    if fields["norm_position"] == "pre" and (fields["decoder_self_attention"] != SSRU or version < [1, 12]):
+        logger.warning(
+            "With `transformer-preprocess: n`, Marian's decoder may leave out norms: see docs/conversion.md."
+        )
     if fields["decoder_self_attention"] == SSRU and options.get("dec-cell") != SSRU:
         _refuse("dec-cell", SSRU, options.get("dec-cell"))
     tied, tied_src, tied_all = (bool(options.get(name)) for name in _TIES)
@@ -381,22 +370,6 @@ def _read_config(options: Mapping[str, Any], num_tokens: int, eos_token_id: int)
         decoder_start_token_id=num_tokens,
         dtype="float32",
     )
-
-
-def _version(options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the version of Marian that wrote options, or one that computes as we do for options that were written here."""
-    number = re.match(r"v(\d+)\.(\d+)\.?(\d*)", str(options.get("version", "v1.12.42")))
-    return tuple(int(part or 0) for part in number.groups()) if number else (0,)
-
-
-def _warn_of_norms(options: Mapping[str, Any]) -> None:
-    """Warn if Marian does not compute as it does in its own training, or may not do so in its older versions."""
-    is_attention = options.get("transformer-decoder-autoreg", "self-attention") == "self-attention"
-    if options.get("transformer-preprocess") and (is_attention or _version(options) < (1, 12)):
-        logger.warning(
-            "The model computes as Marian 1.12 in training and scoring. With `transformer-preprocess: n`, older versions, and "
-            "marian-decoder if the decoder has attention, do not normalize all keys and values, and write other texts."
-        )
 
 
 def _refuse(name: str, expected: str, value: Any) -> None:
@@ -425,13 +398,13 @@ def _write_options(config: MetaphraseConfig) -> dict[str, Any]:
     options["transformer-postprocess"] = f"d{options['transformer-postprocess']}"
     expected = _read_config(options, sizes[0], config.eos_token_id).to_dict()
     # Padding may stand elsewhere, since Marian has none.
-    expected |= {name: getattr(config, name) for name in ("decoder_vocab_size", "pad_token_id", "bos_token_id")}
-    expected["decoder_start_token_id"] = config.pad_token_id or 0
+    expected |= dict.fromkeys(("pad_token_id", "decoder_start_token_id"), config.pad_token_id or 0)
+    expected |= {"decoder_vocab_size": config.decoder_vocab_size, "bos_token_id": config.bos_token_id}
     fields = [name for name in MetaphraseConfig.__annotations__ if name not in _FREE_FIELDS]
     pairs = {name: (expected[name], getattr(config, name)) for name in fields}
     if obstacles := [f"`{name}` must be {one}, got {other}" for name, (one, other) in pairs.items() if one != other]:
-        text = "Train one by `metaphrase train --preset student-marian`"
-        raise MetaphraseError(f"The model is none of Marian's: {'; '.join(obstacles)}. {text}.")
+        text = f"The model is none of Marian's: {'; '.join(obstacles)}. Train one with `preset: student-marian`."
+        raise MetaphraseError(text)
     return options
 
 
@@ -487,7 +460,6 @@ def read_marian(file: Path, output: Path, max_shard_size: int | str) -> None:
     """Write our checkpoint of a model file of Marian, with the vocabularies and the shortlist beside it."""
     tokenizers = read_vocabularies(file.parent)
     options, weights = read_model_file(file)
-    _warn_of_norms(options)
     config = _read_config(options, tokenizers.target.pad_token_id, tokenizers.target.eos_token_id)
     decoder_layers = options.get("transformer-tied-layers") or range(1, config.decoder_layers + 1)
     if isinstance(decoder_layers, int | str) or len(decoder_layers) != config.decoder_layers:
@@ -518,7 +490,6 @@ def write_marian(folder: Path, output: Path) -> None:
     """Write `model.npz` of a folder with our checkpoint, its vocabularies, and `config.yml`, with which Marian starts."""
     config = MetaphraseConfig.from_pretrained(folder)
     options = _write_options(config)
-    _warn_of_norms(options)
     text = yaml.safe_dump(options, sort_keys=True).encode() + b"\0"
     arrays = {OPTIONS_NAME: np.frombuffer(text, np.int8)}
     with contextlib.ExitStack() as files:
@@ -527,32 +498,22 @@ def write_marian(folder: Path, output: Path) -> None:
             theirs = _marian_name(name, config, range(1, config.decoder_layers + 1))
             arrays[theirs] = _to_marian(name, weights.read(name), config.pad_token_id)
     np.savez(output / "model.npz", **arrays)
-    names = _write_vocabularies(folder, output)
-    path = folder / GENERATION_CONFIG_NAME
-    generation = read_json(path) if path.is_file() else {}
-    num_beams, penalty = generation.get("num_beams") or 1, generation.get("length_penalty")
-    settings = {
-        "relative-paths": True,
-        "models": ["model.npz"],
-        "vocabs": [names[0], names[-1]],
-        "beam-size": num_beams,
-    }
-    # Marian divides by length to this power.
-    settings |= {"normalize": 1.0 if penalty is None else penalty} if num_beams > 1 else {}
+    generation = read_json(path) if (path := folder / GENERATION_CONFIG_NAME).is_file() else {}
+    settings = {"relative-paths": True, "models": ["model.npz"], "vocabs": _write_vocabularies(folder, output)}
+    # Marian divides the score by length to the power `normalize`.
+    settings |= {"beam-size": generation.get("num_beams") or 1, "normalize": generation.get("length_penalty", 1.0)}
     (output / "config.yml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 
 
 def _write_vocabularies(folder: Path, output: Path) -> list[str]:
-    """Write the vocabularies of a folder without *.spm, and return the names of the file of both sides, or those of each side."""
-    if any(folder.glob("*.spm")):
-        return [path.name for path in _find_vocabularies(folder)]
+    """Write the vocabularies of a folder, unless it holds *.spm. Return the names of the files of source and target."""
+    if paths := sorted(folder.glob("*.spm"), key=lambda path: bool(re.search("trg|target", path.name))):
+        return [paths[0].name, paths[-1].name]
     tokenizers = TokenizerPair.from_pretrained(folder)
-    names = ["vocab.spm"] if tokenizers.is_joint else ["source.spm", "target.spm"]
-    for name, tokenizer in zip(names, (tokenizers.source, tokenizers.target), strict=False):
-        content = sentencepiece_model(tokenizer, omit_padding=True)
-        if content is None:
-            text = "%s is left out: put that of the model of Marian beside model.npz, or train with `tokenizer_kind: unigram`."
-            logger.warning(text, name)
-        else:
+    names = ["vocab.spm"] * 2 if tokenizers.is_joint else ["source.spm", "target.spm"]
+    for name, tokenizer in zip(names, (tokenizers.source, tokenizers.target), strict=True):
+        if content := sentencepiece_model(tokenizer, omit_padding=True):
             (output / name).write_bytes(content)
+        else:
+            logger.warning("%s is left out: put Marian's beside model.npz, or train with `tokenizer_kind: unigram`.", name)
     return names

@@ -216,12 +216,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             self.accelerator.prepare = keep_embeddings_together(self.accelerator.prepare)
 
     def create_optimizer(self, model=None):
-        optimizer, head = super().create_optimizer(model), self.model.get_output_embeddings()
-        if not getattr(self.model.config, "train_padding_embedding", True) and not is_sharded(self.model):
-            row = self.model.config.pad_token_id
-            # A tied output projection would train the embedding of padding, which is zero in Marian's models.
-            if head is not None and not head.weight[row].any():
-                optimizer.register_step_post_hook(lambda *_: head.weight.detach()[row].zero_())
+        optimizer, config, head = super().create_optimizer(model), self.model.config, self.model.get_output_embeddings()
+        starts_with_zeros = not getattr(config, "train_padding_embedding", True) and not is_sharded(self.model)
+        row = config.decoder_start_token_id if starts_with_zeros else None
+        if row is not None and row == config.pad_token_id and not head.weight[row].any():
+            # A tied output projection would train the zeros, with which Marian's decoder starts.
+            optimizer.register_step_post_hook(lambda *_: head.weight.detach()[row].zero_())
         return optimizer
 
     # Loss
