@@ -515,7 +515,5 @@ def _write_vocabularies(folder: Path, output: Path) -> list[str]:
         if content := sentencepiece_model(tokenizer, omit_padding=True):
             (output / name).write_bytes(content)
         else:
-            logger.warning(
-                "%s is left out: put Marian's beside model.npz, or train with `tokenizer_kind: unigram`.", name
-            )
+            logger.warning("%s is left out: add Marian's file, or train with `tokenizer_kind: unigram`.", name)
     return names
