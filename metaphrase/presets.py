@@ -70,6 +70,9 @@ _MARIAN = _VASWANI | {
     "pad_token_id": 58100,
     "decoder_start_token_id": 58100,
 }
+# Marian's own files have these fields. transformers' Marian has other positions and another `norm_eps`.
+_MARIAN_FILE = _VASWANI | {"sinusoidal_layout": "fairseq", "norm_eps": 1e-6, "logits_bias": True}
+_MARIAN_FILE |= {"train_padding_embedding": False, "decoder_self_attention": "ssru"}
 # The decoder reads all of the source in any case, so that no encoder layer needs full attention.
 _LONG = {
     "max_position_embeddings": 16384,
@@ -103,6 +106,7 @@ _SIZES: dict[str, tuple[int, int, int, int, int, dict]] = {
     "metaphrase-long": (256, 6, 3, 4, 704, _LONG),
     "student-tiny": (256, 6, 2, 4, 1024, {}),
     "student-ssru": (256, 6, 2, 4, 1024, {"decoder_self_attention": "ssru"}),
+    "student-marian": (256, 6, 2, 8, 1536, _MARIAN_FILE),
     "student-base": (512, 6, 2, 8, 1408, {}),
 }
 
@@ -148,4 +152,7 @@ def from_preset(cls: "type[MetaphraseConfig]", name: str, **overrides: Any) -> "
     if fields.get("logits_scale", 1.0) is None:
         is_tied = fields.get("tie_word_embeddings", True)
         fields["logits_scale"] = fields["hidden_size"] ** -0.5 if is_tied else 1.0
+    # Marian's decoder starts with zeros, which are the embedding of padding.
+    if not PRESETS[name].get("train_padding_embedding", True):
+        fields |= {"bos_token_id": None, "decoder_start_token_id": fields.get("pad_token_id", cls.pad_token_id)}
     return cls(**fields)

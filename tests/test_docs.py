@@ -120,7 +120,8 @@ def template(tmp_path_factory):
     options, _ = write_model(folder / "models" / "enpt")
     size = options["dim-vocabs"][0]
     write_shortlist(folder / "models" / "enpt" / "lex.s2t.bin", size, 4, [[5]] * size)
-    convert(folder / "models" / "enpt", folder / "runs" / "enpt")
+    for name in ("enpt", "student-marian"):
+        convert(folder / "models" / "enpt", folder / "runs" / name)
     return folder
 
 

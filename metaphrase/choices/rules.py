@@ -487,6 +487,8 @@ def choose_tokenizers(recipe: Recipe, profile: CorpusProfile, kinds: tuple[str, 
     reason = f"sources are {_TEXT_NAMES[kinds[0]]}, targets {_TEXT_NAMES[kinds[1]]}"
     if recipe.subword_sampling is not None:
         kinds, reason = ("byte_bpe", "byte_bpe"), "only pieces can be sampled"
+    elif recipe.preset == "student-marian":
+        kinds, reason = ("unigram", "unigram"), "Marian reads these pieces"
     elif must_join and kinds[0] != kinds[1]:
         kinds, reason = ("byte_bpe", "byte_bpe"), "both sides have one vocabulary"
     if recipe.tokenizer_kind is not None:

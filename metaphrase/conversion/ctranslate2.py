@@ -1,10 +1,8 @@
 """Export to CTranslate2, and to Argos Translate, which runs it: a zip with the model and that of sentencepiece."""
 
-import json
 import os
 import re
 import shutil
-import struct
 import tempfile
 import zipfile
 from pathlib import Path
@@ -15,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from metaphrase.conversion.checkpoints import RARE_FIELDS, export_folder, find_folder, position_table
+from metaphrase.conversion.marian import sentencepiece_model
 from metaphrase.conversion.vocabulary_map import VOCABULARY_MAP_NAME, find_vocabulary_map
 from metaphrase.errors import MetaphraseError, naming_extra
 from metaphrase.modeling import MetaphraseConfig
@@ -247,7 +246,13 @@ def export_argos(
         if not re.fullmatch("[a-z]{2,3}", code):
             raise MetaphraseError(f"The code of a language must have two or three letters, such as en, got {code!r}.")
     folder = find_folder(source)
-    pieces = sentencepiece_model(TokenizerPair.from_pretrained(folder))
+    tokenizers = TokenizerPair.from_pretrained(folder)
+    pieces = sentencepiece_model(tokenizers.source) if tokenizers.is_joint else None
+    if pieces is None:
+        model = tokenizers.source.backend_tokenizer.model if tokenizers.source.is_fast else tokenizers.source
+        kind = type(model).__name__ if tokenizers.is_joint else "two tokenizers"
+        text = "Train one with `tokenizer_kind: unigram`, or run `metaphrase serve`"
+        raise MetaphraseError(f"`export` needs one tokenizer of the kind unigram, not normalized, got {kind}. {text}.")
     metadata = {"package_version": "1.0", "argos_version": "1.11", "type": "translate"}
     metadata |= {"from_code": codes[0], "from_name": names[0], "to_code": codes[1], "to_name": names[1]}
     card = folder / "README.md"
@@ -273,33 +278,3 @@ def export_argos(
             for path in [exported / "model.bin", *sorted(exported.glob("*_vocabulary.json"))]:
                 file.write(path, f"{root}/model/{path.name}")
     return output
-
-
-def sentencepiece_model(tokenizers: TokenizerPair) -> bytes:
-    """Return a sentencepiece model that splits texts as a tokenizer of the kind `unigram`. Texts begin without a space."""
-    tokenizer = tokenizers.source
-    state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast and tokenizers.is_joint else {}
-    steps = [step["type"] for step in (state.get("pre_tokenizer") or {}).get("pretokenizers", [])]
-    model = state.get("model", {})
-    if (model.get("type"), steps, state.get("normalizer")) != ("Unigram", ["Metaspace", "Split"], None):
-        kind = model.get("type") or ("two tokenizers" if tokenizer.is_fast else type(tokenizer).__name__)
-        text = "Train one with `tokenizer_kind: unigram`, or run `metaphrase serve`"
-        raise MetaphraseError(f"`export` needs one tokenizer of the kind unigram, not normalized, got {kind}. {text}.")
-    types = {token["content"]: _CONTROL if token["special"] else _USER_DEFINED for token in state["added_tokens"]}
-    types[model["vocab"][model["unk_id"]][0]] = _UNKNOWN
-    # Fields of a piece: text, score and type. Without a field of the trainer, a model is a unigram model.
-    pieces = (
-        _field(1, piece.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18" + bytes([types.get(piece, _NORMAL)])
-        for piece, score in model["vocab"]
-    )
-    # Field 4 of the normalizer: spaces in a row stay.
-    return b"".join(_field(1, piece) for piece in pieces) + _field(3, b"\x20\x00")
-
-
-def _field(number: int, content: bytes) -> bytes:
-    """Return a field of bytes in the format of protobuf: number and type, length, content."""
-    length, size = len(content), b""
-    while length > 127:
-        size += bytes([length & 127 | 128])
-        length >>= 7
-    return bytes([number << 3 | 2]) + size + bytes([length]) + content

@@ -7,8 +7,10 @@ Production and Back: Ludicrously Fast Neural Machine Translation. The tokenizers
 library: Kudo and Richardson 2018, arXiv 1808.06226.
 """
 
+import base64
 import contextlib
 import functools
+import json
 import logging
 import math
 import os
@@ -23,8 +25,8 @@ import numpy as np
 import torch
 import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import GenerationConfig, PreTrainedTokenizerFast
-from transformers.utils import CONFIG_NAME
+from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Family
@@ -32,6 +34,7 @@ from metaphrase.conversion.vocabulary_map import VOCABULARY_MAP_NAME, Vocabulary
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.configuration_metaphrase import SSRU
+from metaphrase.storage.folders import read_json
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
 from metaphrase.tokenization import TokenizerPair
 
@@ -49,7 +52,7 @@ _MODEL_TYPE, _SPACE_IS_SUFFIX, _BYTE_FALLBACK = 3, 24, 35
 _CHARSMAP, _DUMMY_PREFIX, _REMOVE_SPACES, _ESCAPE = 2, 3, 4, 5
 _UNIGRAM = 1
 # Types of pieces.
-_NORMAL, _UNKNOWN, _USER_DEFINED = 1, 2, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
 
 def find_model_file(source: str | os.PathLike) -> Path | None:
@@ -222,6 +225,39 @@ def _read_message(content: bytes) -> Iterator[tuple[int, int | bytes]]:
         offset += length
 
 
+def sentencepiece_model(tokenizer: PreTrainedTokenizerBase, omit_padding: bool = False) -> bytes | None:
+    """Return SentencePiece's model for a `unigram` tokenizer without `normalization`, or None. Texts begin without a space."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {}}
+    model, splits = state["model"], (state.get("pre_tokenizer") or {}).get("pretokenizers", [])
+    steps = {step["type"]: step for step in (state.get("normalizer") or {}).get("normalizers", [])}
+    is_marked = [step["type"] for step in splits[:2]] == ["Metaspace", "Split"]
+    if model.get("type") != "Unigram" or not is_marked or not steps.keys() <= {"Precompiled", "Replace"}:
+        return None
+    *whole, controls = (step["pattern"]["Regex"] for step in splits[1:])
+    whole += [re.escape(token["content"]) for token in state["added_tokens"] if not token["special"]]
+    types = {_USER_DEFINED: "|".join(whole), _BYTE: "<0x[0-9A-F]{2}>" if model["byte_fallback"] else ""}
+    types[_CONTROL] = f"(?:{controls}).*"
+    kinds = [next((kind for kind in types if re.fullmatch(types[kind], name)), _NORMAL) for name, _ in model["vocab"]]
+    kinds[model["unk_id"]] = _UNKNOWN
+    # Field 2 of a piece is its score, and field 3 its type.
+    pieces = b"".join(
+        _field(_PIECES, _field(1, name.encode()) + struct.pack("<BfBB", 0x15, score, 0x18, kind))
+        for kind, (name, score) in zip(kinds, model["vocab"], strict=True)
+        if not omit_padding or name != tokenizer.pad_token
+    )
+    # The number of the trainer's field takes two bytes.
+    trainer = _field(_TRAINER, b"\x98\x02\x01" if model["byte_fallback"] else b"")
+    charsmap = base64.b64decode(steps.get("Precompiled", {}).get("precompiled_charsmap", ""))
+    flags = _DUMMY_PREFIX << 3, splits[0]["prepend_scheme"] != "never", _REMOVE_SPACES << 3, "Replace" in steps
+    return pieces + trainer + _field(_NORMALIZER, _field(_CHARSMAP, charsmap) + bytes(flags))
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Return a field of bytes in the format of Protocol Buffers: number and type, length in four bytes, content."""
+    size = [len(content) >> shift & 127 | 128 for shift in (0, 7, 14)]
+    return bytes([number << 3 | 2, *size, len(content) >> 21]) + content
+
+
 def _read_vocabulary_map(path: Path, tokenizers: TokenizerPair) -> VocabularyMap:
     """Return the vocabulary map of a binary lexical shortlist. With a joint vocabulary, a source token also permits itself."""
     num_tokens, end = tokenizers.source.pad_token_id, tokenizers.target.eos_token_id
@@ -256,6 +292,7 @@ _FIXED_OPTIONS: dict[str, tuple] = {
     "type": ("transformer",),
     "input-types": ([], ["sequence", "sequence"]),
     "transformer-ffn-depth": (2,),
+    "transformer-attention-mask": ("default",),
     **dict.fromkeys(_OFF, (False,)),
 }
 # Options of other networks, which Marian writes into every file.
@@ -263,12 +300,11 @@ _OTHER_NETWORKS: dict[str, Any] = {"bert-train-type-embeddings": True, "bert-typ
 _OTHER_NETWORKS |= {"dec-cell-base-depth": 2, "dec-cell-high-depth": 1, "dim-rnn": 1024, "enc-cell": "gru"}
 _OTHER_NETWORKS |= {"enc-cell-depth": 1, "enc-type": "bidirectional", "transformer-aan-activation": "swish"}
 _OTHER_NETWORKS |= {"transformer-aan-depth": 2, "transformer-aan-nogate": False, "transformer-dim-aan": 2048}
-_OTHER_NETWORKS |= {"transformer-guided-alignment-layer": "last", "ulr-dim-emb": 0}
+_OTHER_NETWORKS |= {"transformer-guided-alignment-layer": "last", "ulr-dim-emb": 0, "separator-symbol": "[eos]"}
 _OTHER_NETWORKS |= {"ulr-trainable-transformation": False}
 # Marian's options, our fields, and Marian's values, of which the first is the default, with ours.
 _CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
-    # Marian approximates gelu by a sigmoid.
-    "transformer-ffn-activation": ("activation_function", {"relu": "relu", "swish": "silu", "gelu": "quick_gelu"}),
+    "transformer-ffn-activation": ("activation_function", {"swish": "silu", "relu": "relu", "gelu": "gelu"}),
     # n normalizes, a adds the input.
     "transformer-preprocess": ("norm_position", {"": "post", "n": "pre"}),
     "transformer-postprocess": ("norm_position", {"an": "post", "a": "pre"}),
@@ -282,8 +318,8 @@ _KNOWN |= {"transformer-decoder-dim-ffn", "transformer-tied-layers", "transforme
 _PARTS = {"self_attn": "self", "cross_attn": "context", "mlp": "ffn"}
 _PARTS_OF_SUBLAYERS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "up_proj": "1", "down_proj": "2"}
 _PARTS_OF_SUBLAYERS |= {"input_proj": "", "forget_proj": "f"}
-# Marian starts the decoder with zeros. Ours starts with padding, whose row follows those of Marian and holds zeros. Its bias
-# keeps it out of every target.
+# Marian starts the decoder with zeros. Ours starts with padding, whose row holds zeros. In a model of Marian, this row follows
+# the others, and its bias keeps it out of every target.
 _PADDING_BIAS = -1e4
 _WITH_PADDING = (ENCODER_EMBEDDING, DECODER_EMBEDDING, HEAD)
 
@@ -309,6 +345,16 @@ def _read_config(options: Mapping[str, Any], num_tokens: int, eos_token_id: int)
         # Two options decide on the norms.
         if ours is None or fields.setdefault(field, ours) != ours:
             _refuse(name, " or ".join(map(repr, choices)), value)
+    # Options without a version were written here.
+    number = re.match(r"v(\d+)\.(\d+)\.?(\d*)", str(options.get("version", "v1.12.42")))
+    version = [int(part or 0) for part in number.groups()] if number else []
+    if fields["activation_function"] == "gelu" and version <= [1, 12, 0]:
+        # Older versions approximated it by a sigmoid.
+        fields["activation_function"] = "quick_gelu"
+    if fields["norm_position"] == "pre" and (fields["decoder_self_attention"] != SSRU or version < [1, 12]):
+        logger.warning(
+            "With `transformer-preprocess: n`, Marian's decoder may leave out norms: see docs/conversion.md."
+        )
     if fields["decoder_self_attention"] == SSRU and options.get("dec-cell") != SSRU:
         _refuse("dec-cell", SSRU, options.get("dec-cell"))
     tied, tied_src, tied_all = (bool(options.get(name)) for name in _TIES)
@@ -332,7 +378,7 @@ def _refuse(name: str, expected: str, value: Any) -> None:
 
 def _write_options(config: MetaphraseConfig) -> dict[str, Any]:
     """Return Marian's options of a model. A `MetaphraseError` names all options that Marian lacks."""
-    size = config.vocab_size - 1
+    sizes = [size - 1 for size in (config.vocab_size, config.decoder_vocab_size)]
     options = {name: allowed[0] for name, allowed in _FIXED_OPTIONS.items()} | _OTHER_NETWORKS
     for name, (field, choices) in _CHOICES.items():
         theirs = {ours: theirs for theirs, ours in choices.items()}
@@ -341,7 +387,7 @@ def _write_options(config: MetaphraseConfig) -> dict[str, Any]:
     options |= {name: getattr(config, field) for field, name in _SIZES.items()}
     options |= {
         "dec-cell": SSRU if config.decoder_self_attention == SSRU else "gru",
-        "dim-vocabs": [size, size],
+        "dim-vocabs": sizes,
         "tied-embeddings": config.tie_word_embeddings and not config.share_embeddings,
         "tied-embeddings-src": config.share_embeddings and not config.tie_word_embeddings,
         "tied-embeddings-all": config.share_embeddings and config.tie_word_embeddings,
@@ -350,11 +396,15 @@ def _write_options(config: MetaphraseConfig) -> dict[str, Any]:
     }
     # For dropout in training, Marian's usual spelling.
     options["transformer-postprocess"] = f"d{options['transformer-postprocess']}"
-    expected = _read_config(options, size, config.eos_token_id)
+    expected = _read_config(options, sizes[0], config.eos_token_id).to_dict()
+    # Padding may stand elsewhere, since Marian has none.
+    expected |= dict.fromkeys(("pad_token_id", "decoder_start_token_id"), config.pad_token_id or 0)
+    expected |= {"decoder_vocab_size": config.decoder_vocab_size, "bos_token_id": config.bos_token_id}
     fields = [name for name in MetaphraseConfig.__annotations__ if name not in _FREE_FIELDS]
-    pairs = {name: (getattr(expected, name), getattr(config, name)) for name in fields}
+    pairs = {name: (expected[name], getattr(config, name)) for name in fields}
     if obstacles := [f"`{name}` must be {one}, got {other}" for name, (one, other) in pairs.items() if one != other]:
-        raise MetaphraseError(f"The model is none of Marian's: {'; '.join(obstacles)}.")
+        text = f"The model is none of Marian's: {'; '.join(obstacles)}. Train one with `preset: student-marian`."
+        raise MetaphraseError(text)
     return options
 
 
@@ -396,14 +446,14 @@ def _to_ours(name: str, weight: np.ndarray, theirs: str, shape: tuple[int, ...])
     return torch.from_numpy(np.array(ours, dtype=np.float32))
 
 
-def _to_marian(name: str, weight: torch.Tensor) -> np.ndarray:
-    """Return Marian's weight from our weight `name`."""
+def _to_marian(name: str, weight: torch.Tensor, padding: int) -> np.ndarray:
+    """Return Marian's weight from our weight `name`, without the row of padding."""
     ours = weight.float().numpy()
-    if name in (ENCODER_EMBEDDING, DECODER_EMBEDDING) and ours[-1].any():
-        raise MetaphraseError(f"The last row of `{name}`, that of padding, must hold zeros: so Marian starts.")
-    if name in _WITH_PADDING:
-        return ours[:-1]
-    return ours[None, : -1 if name == HEAD_BIAS else None] if ours.ndim == 1 else np.ascontiguousarray(ours.T)
+    if name in (ENCODER_EMBEDDING, DECODER_EMBEDDING) and ours[padding].any():
+        raise MetaphraseError(f"Row {padding} of `{name}`, that of padding, must hold zeros: so Marian starts.")
+    if name in (*_WITH_PADDING, HEAD_BIAS):
+        ours = np.delete(ours, padding, 0)
+    return ours[None] if ours.ndim == 1 else ours if name in _WITH_PADDING else np.ascontiguousarray(ours.T)
 
 
 def read_marian(file: Path, output: Path, max_shard_size: int | str) -> None:
@@ -437,7 +487,7 @@ def read_marian(file: Path, output: Path, max_shard_size: int | str) -> None:
 
 
 def write_marian(folder: Path, output: Path) -> None:
-    """Write `model.npz` of a folder with our checkpoint."""
+    """Write `model.npz` of a folder with our checkpoint, its vocabularies, and `config.yml`, with which Marian starts."""
     config = MetaphraseConfig.from_pretrained(folder)
     options = _write_options(config)
     text = yaml.safe_dump(options, sort_keys=True).encode() + b"\0"
@@ -446,7 +496,24 @@ def write_marian(folder: Path, output: Path) -> None:
         weights = WeightFiles(folder, files)
         for name in checkpoints.stored_names(checkpoints.our_skeleton(folder, weights)):
             theirs = _marian_name(name, config, range(1, config.decoder_layers + 1))
-            arrays[theirs] = _to_marian(name, weights.read(name))
+            arrays[theirs] = _to_marian(name, weights.read(name), config.pad_token_id)
     np.savez(output / "model.npz", **arrays)
-    if not any(folder.glob("*.spm")):
-        logger.warning("%s holds no vocabulary *.spm: put that of the model of Marian beside model.npz.", folder)
+    generation = read_json(path) if (path := folder / GENERATION_CONFIG_NAME).is_file() else {}
+    settings = {"relative-paths": True, "models": ["model.npz"], "vocabs": _write_vocabularies(folder, output)}
+    # Marian divides the score by length to the power `normalize`.
+    settings |= {"beam-size": generation.get("num_beams") or 1, "normalize": generation.get("length_penalty", 1.0)}
+    (output / "config.yml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+
+
+def _write_vocabularies(folder: Path, output: Path) -> list[str]:
+    """Write the vocabularies of a folder, unless it holds *.spm. Return the names of the files of source and target."""
+    if paths := sorted(folder.glob("*.spm"), key=lambda path: bool(re.search("trg|target", path.name))):
+        return [paths[0].name, paths[-1].name]
+    tokenizers = TokenizerPair.from_pretrained(folder)
+    names = ["vocab.spm"] * 2 if tokenizers.is_joint else ["source.spm", "target.spm"]
+    for name, tokenizer in zip(names, (tokenizers.source, tokenizers.target), strict=True):
+        if content := sentencepiece_model(tokenizer, omit_padding=True):
+            (output / name).write_bytes(content)
+        else:
+            logger.warning("%s is left out: add Marian's file, or train with `tokenizer_kind: unigram`.", name)
+    return names

@@ -215,6 +215,15 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if self.is_fsdp_enabled:
             self.accelerator.prepare = keep_embeddings_together(self.accelerator.prepare)
 
+    def create_optimizer(self, model=None):
+        optimizer, config, head = super().create_optimizer(model), self.model.config, self.model.get_output_embeddings()
+        starts_with_zeros = not getattr(config, "train_padding_embedding", True) and not is_sharded(self.model)
+        row = config.decoder_start_token_id if starts_with_zeros else None
+        if row is not None and row == config.pad_token_id and not head.weight[row].any():
+            # A tied output projection would train the zeros, with which Marian's decoder starts.
+            optimizer.register_step_post_hook(lambda *_: head.weight.detach()[row].zero_())
+        return optimizer
+
     # Loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

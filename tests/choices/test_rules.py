@@ -229,6 +229,7 @@ GREEK = [
         (PRONUNCIATIONS, {"joint_vocabulary": True}, ("byte_bpe", None, True, 1000)),
         (PRONUNCIATIONS, {"target_tokenizer_kind": "char"}, ("char", "char", False, None)),
         (COMMANDS, {"joint_vocabulary": True}, ("word", None, True, None)),
+        (PRONUNCIATIONS, {"preset": "student-marian"}, ("unigram", None, False, 1000)),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -11,18 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from marian_models import NETWORKS, TEXTS, WIDTH, marian_logits, write_model, write_shortlist, yaml_bytes
 from sentencepiece import SentencePieceProcessor
 from sentencepiece_models import train_model
-from small_runs import read
-from tiny_generator import SOURCES
+from small_experiments import ONE_STEP, train
+from small_runs import read, write_pairs
+from tiny_generator import SOURCES, TARGETS, tiny_pair
 from transformers import AutoTokenizer
 
 from metaphrase.conversion import convert
-from metaphrase.conversion.marian import read_model_file, read_vocabularies
+from metaphrase.conversion.marian import read_model_file, read_vocabularies, sentencepiece_model
 from metaphrase.inference import Generator
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.scripts.__main__ import run
+from metaphrase.tokenization import TokenizerPair
 
 # A separate head of 8 bits is refused.
 FILES = [
@@ -90,6 +93,13 @@ def test_ids_and_texts_are_those_of_sentencepiece(options, tmp_path):
     known = [row for row in expected if processor.unk_id() not in row]
     assert tokenizers.decode_targets(known) == processor.decode([row[:-1] for row in known])
     assert tokenizers.source.pad_token_id == processor.get_piece_size()
+    # The way back gives the pieces, their types and the normalization.
+    again = SentencePieceProcessor(model_proto=sentencepiece_model(tokenizers.source, omit_padding=True))
+    assert again.encode(texts) == processor.encode(texts) and again.decode(known) == processor.decode(known)
+    for method in ("id_to_piece", "get_score", "is_control", "is_byte", "is_unknown"):
+        assert [*map(getattr(again, method), range(len(again)))] == [
+            *map(getattr(processor, method), range(len(again)))
+        ]
     # Text is no control token. Only runs of unknown characters may be cut there.
     [row] = tokenizers.encode_sources(["a </s>b<unk> <pad>"])
     assert [index for index, _ in itertools.groupby(row[:-1])] == processor.encode("a </s>b<unk> <pad>")
@@ -202,6 +212,60 @@ def test_models_that_marian_lacks_are_refused(tmp_path):
     with pytest.raises(ValueError, match="The model is none of Marian's") as error:
         convert(tmp_path / "ours", tmp_path / "theirs", to="marian-npz")
     assert all(f"`{name}` must be" in str(error.value) for name in ("decoder_start_token_id", "sinusoidal_layout"))
+    assert "Train one with `preset: student-marian`" in str(error.value)
+
+
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_a_run_of_the_preset_is_written_with_vocabularies_and_settings(is_joint, tmp_path):
+    write_pairs(tmp_path / "train.tsv", [*zip(SOURCES, TARGETS, strict=True)] * 4)
+    # Smoothed labels and a tied projection would train the embedding of padding, with which the decoder starts.
+    fields = {"preset": "student-marian", "tokenizer_kind": "unigram", "joint_vocabulary": is_joint, "vocab_size": 60}
+    train(tmp_path, tmp_path / "run", **ONE_STEP | {"max_steps": 3, "num_beams": 4, "length_penalty": 0.6} | fields)
+    convert(tmp_path / "run", tmp_path / "theirs", to="marian-npz")
+    names = ["vocab.spm"] * 2 if is_joint else ["source.spm", "target.spm"]
+    settings = {"relative-paths": True, "models": ["model.npz"], "vocabs": names, "beam-size": 4, "normalize": 0.6}
+    assert yaml.safe_load((tmp_path / "theirs" / "config.yml").read_text("utf-8")) == settings
+    options, weights = read_model_file(tmp_path / "theirs" / "model.npz")
+    model = MetaphraseForConditionalGeneration.from_pretrained(tmp_path / "run").eval()
+    tokenizers = TokenizerPair.from_pretrained(tmp_path / "run")
+    sides = [SentencePieceProcessor(model_file=str(tmp_path / "theirs" / name)) for name in names]
+    assert options["dim-vocabs"] == [len(side) for side in sides]
+    source, target = (
+        [*side.encode(texts[0]), side.eos_id()] for side, texts in zip(sides, (SOURCES, TARGETS), strict=True)
+    )
+    ours = [tokenizers.encode_sources(SOURCES[:1]), tokenizers.encode_targets(TARGETS[:1])]
+    # Padding stands in front here, and nowhere there.
+    assert ours == [[[index + 1 for index in ids]] for ids in (source, target)]
+    inputs = torch.tensor([[tokenizers.target.pad_token_id, *ours[1][0]]])
+    with torch.no_grad():
+        logits = model(torch.tensor(ours[0]), decoder_input_ids=inputs).logits[0, :, 1:].numpy()
+    assert abs(logits - marian_logits(weights, options, np.array(source), np.array(target))).max() < 1e-4
+
+
+def test_a_vocabulary_that_marian_cannot_read_is_left_out(tmp_path, caplog):
+    write_model(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    (tmp_path / "ours" / "vocab.spm").unlink()
+    tiny_pair(kind="byte_bpe").save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "again", to="marian-npz")
+    assert "vocab.spm is left out" in caplog.text and not (tmp_path / "again" / "vocab.spm").exists()
+
+
+@pytest.mark.parametrize(
+    ("network", "version", "activation", "is_warned"),
+    [
+        ("embedding-norm", "v1.12.0 65bf82f", "quick_gelu", False),
+        ("embedding-norm", "v1.12.42", "gelu", False),
+        ("pre-norm", "v1.12.42", "silu", True),
+        ("ssru-pre-norm", "v1.11.0", "silu", True),
+        ("ssru-pre-norm", "v1.12.42", "silu", False),
+    ],
+)
+def test_versions_of_marian_compute_differently(network, version, activation, is_warned, tmp_path, caplog):
+    write_model(tmp_path / "theirs", network, version=version)
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    assert read(tmp_path / "ours" / "config.json")["activation_function"] == activation
+    assert ("may leave out norms" in caplog.text) == is_warned
 
 
 def test_start_that_is_not_zero_is_refused(tmp_path):

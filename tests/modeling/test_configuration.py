@@ -184,6 +184,7 @@ PRESETS = {
     "metaphrase-long": (16_209_664, (6, 3), (4, 4), "silu", 0.1),
     "student-tiny": (17_110_016, (6, 2), (4, 4), "silu", 0.1),
     "student-ssru": (16_848_384, (6, 2), (4, 4), "silu", 0.1),
+    "student-marian": (16_907_008, (6, 2), (8, 8), "relu", 0.1),
     "student-base": (44_181_504, (6, 2), (8, 8), "silu", 0.1),
 }
 
@@ -197,7 +198,7 @@ def test_presets_are_the_published_architectures(name):
     layers = len(model.get_encoder().layers), len(model.get_decoder().layers)
     heads = config.encoder_attention_heads, config.decoder_attention_heads
     assert (size, layers, heads, config.activation_function, config.dropout) == PRESETS[name]
-    is_vaswani = name.startswith(("transformer", "bart", "marian"))
+    is_vaswani = name.startswith(("transformer", "bart", "marian", "student-marian"))
     design = ("post", "layernorm", False) if is_vaswani else ("pre", "rmsnorm", True)
     assert (config.norm_position, config.norm_type, config.final_norm) == design
     assert config.attention_scale == (1.0 if name.startswith("t5") else None)

@@ -1,5 +1,6 @@
 """Models of Marian with random weights in its own files, and its forward pass in numpy."""
 
+import math
 import struct
 from functools import partial
 
@@ -27,7 +28,7 @@ NETWORKS = {
 
 def options_of(network, size):
     sizes = {"dim-emb": WIDTH, "transformer-dim-ffn": FFN, "transformer-heads": HEADS, "enc-depth": 2, "dec-depth": 2}
-    common = {"type": "transformer", "tied-embeddings-all": True, "dim-vocabs": [size, size], "version": "v1.12"}
+    common = {"type": "transformer", "tied-embeddings-all": True, "dim-vocabs": [size, size], "version": "v1.12.42"}
     return sizes | common | {"transformer-dim-aan": 2048, "bert-type-vocab-size": 2} | NETWORKS[network]
 
 
@@ -76,8 +77,8 @@ def marian_logits(weights, options, source, target):
     width, heads = options["dim-emb"], options["transformer-heads"]
     before, behind = options["transformer-preprocess"], options["transformer-postprocess"].replace("d", "")
     activations = {"relu": lambda x: np.maximum(x, 0), "swish": lambda x: x / (1 + np.exp(-x))}
-    activate = (activations | {"gelu": lambda x: x / (1 + np.exp(-1.702 * x))})[
-        options.get("transformer-ffn-activation", "relu")
+    activate = (activations | {"gelu": lambda x: x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2})[
+        options.get("transformer-ffn-activation", "swish")
     ]
 
     def affine(x, prefix, part):
