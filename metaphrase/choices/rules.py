@@ -474,6 +474,10 @@ def choose_limits(
         reason = "the longest that is usual" if is_usual else "the model reads no more"
     limits = {"max_source_length": min(most_source, source), "max_target_length": min(most_target, target)}
     recipe = recipe.choose(reason, **limits)
+    if recipe.is_open("generation_max_length"):
+        usual = math.ceil(np.quantile(lengths["source"], 0.999))
+        reason = "nearly all sources have no more tokens (99.9 %); targets of longer ones may be longer in proportion"
+        recipe = recipe.choose(reason, usual_source_length=usual)
     if source > most_source and target <= most_target:
         recipe = recipe.choose("some sources are longer, and their beginnings are read", too_long="truncate")
     return recipe

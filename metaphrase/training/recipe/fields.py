@@ -170,6 +170,7 @@ class OwnFields(BaseModel):
     num_beams: int | None = _evaluation("Beams of the finished model.", **_limits("num_beams"))
     length_penalty: float | None = _evaluation("Exponent of the length in beam scores.", **_limits("length_penalty"))
     early_stopping: bool | None = _evaluation("End beams early: faster, and as CTranslate2 does.")
+    usual_source_length: int | None = _evaluation("Source tokens beyond which targets get a longer limit, too.", ge=1)
     choose_decoding: bool = _evaluation("Compare beams and length penalties on validation pairs at the end.", False)
     no_repeat_ngram_size: int | None = _evaluation("N-grams that may not repeat.", **_limits("no_repeat_ngram_size"))
     repetition_penalty: float | None = _evaluation("Penalty of earlier tokens.", **_limits("repetition_penalty"))
