@@ -62,7 +62,7 @@ def _shown(before: Recipe, after: Recipe, name: str) -> str:
     if isinstance(value, dict):
         value = " ".join(f"{key} {share:g}" for key, share in value.items())
     elif isinstance(value, list):
-        value = " ".join(value)
+        value = " ".join(map(str, value))
     elif isinstance(value, float):
         value = f"{value:g}"
     return f"{name} {str(value).lower() if isinstance(value, bool) else value}"
