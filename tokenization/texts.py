@@ -187,10 +187,10 @@ def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
 def join_columns(text: str, *columns: str) -> str:
     """Return a text with the features of other columns behind it, such as `run;PST;V` for `run` and `V;PST`.
 
-    The features are sorted, so that their order in a file has no meaning (Wu et al. 2021, arXiv 2005.10213, let the network
-    ignore their order).
+    They are sorted, so that their order has no meaning. Wu et al. 2021, arXiv 2005.10213, let the network ignore it.
     """
-    return FEATURE_MARK.join([text, *sorted(FEATURE_MARK.join(columns).split(FEATURE_MARK))])
+    features = (feature for column in columns for feature in column.split(FEATURE_MARK) if feature)
+    return FEATURE_MARK.join([text, *sorted(features)])
 
 
 def join_pieces(text: str, joiner: str | None = None) -> str:

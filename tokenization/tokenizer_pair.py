@@ -235,7 +235,7 @@ def _encode(
     has_columns = any("\t" in text for text in texts)
     if has_columns and any(token[0] == FEATURE_MARK for token in tokenizer.get_added_vocab()):
         # A line has the columns of the training files.
-        texts = [join_columns(*text.split("\t")) if "\t" in text else text for text in texts]
+        texts = [join_columns(*text.split("\t")) for text in texts]
     # Options of all calls. Callers report long texts themselves.
     options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
     rows: list[list[int]] = []

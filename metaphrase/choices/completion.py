@@ -300,18 +300,15 @@ _FIRST_LINES = 100
 
 def choose_columns(recipe: Recipe) -> Recipe:
     """Choose the columns of a .tsv file with three, if all texts of one of the last two are features."""
-    if not recipe.is_set("train_file") or not recipe.is_open("source_column", "target_column"):
-        return recipe
-    path = recipe.data_path("train_file")
-    if path.name.removesuffix(".gz").endswith(".tsv"):
+    if ".tsv" in Path(recipe.train_file or "").suffixes and recipe.is_open("source_column", "target_column"):
+        path = recipe.data_path("train_file")
         rows = [line.text.split("\t") for line in islice(read_lines(path), _FIRST_LINES)]
         columns = [*zip(*rows, strict=True)] if {*map(len, rows)} == {3} else []
-        indices = [
-            n for n in (1, 2) if columns and all(map(_FEATURES.fullmatch, columns[n])) and ";" in "".join(columns[n])
-        ]
-        if len(indices) == 1:
-            reason = f"column {indices[0]} of {path.name}, from 0, has the features of words"
-            return recipe.choose(reason, source_column=[0, *indices], target_column=3 - indices[0])
+        has_features = [all(map(_FEATURES.fullmatch, texts)) and ";" in "".join(texts) for texts in columns[1:]]
+        if sum(has_features) == 1:
+            index = 1 + has_features.index(True)
+            reason = f"column {index} of {path.name}, from 0, has the features of words"
+            return recipe.choose(reason, source_column=[0, index], target_column=3 - index)
     return recipe
 
 

@@ -73,8 +73,8 @@ def check_parallel(paths: Sequence[str], counts: Sequence[int | None]) -> None:
 def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span: Span = WHOLE) -> Iterator[Record]:
     """Yield the pairs of a tab-separated file, or of a span of it. Quotes are ordinary characters.
 
-    The first line is a header if it holds both column names. Columns given by number mean that there is no header. A list of them
-    is a text with its features (see `join_columns`).
+    The first line is a header if it holds both column names. Numbers mean that there is none. Several are those of a text and its
+    features (see `join_columns`).
     """
     first = next(read_lines(path, limit), None)
     fields, names, width = first.text.split("\t") if first else [], column_names(columns), 2
@@ -86,7 +86,7 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span
     elif first is not None:
         if columns != (None, None):
             sides, width = names, len(fields)
-        numbers = [number for side in sides for number in (side if isinstance(side, tuple) else [side])]
+        numbers = [number for side in sides for number in ((isinstance(side, tuple) and side) or [side])]
         has_columns = all(isinstance(number, int) and 0 <= number < width for number in numbers)
         if not has_columns or len(fields) > width:
             raise MetaphraseError(
@@ -383,8 +383,8 @@ class PairSource:
 
     @property
     def columns(self) -> Columns:
-        columns = (self.source_column, self.target_column)
-        return tuple(tuple(column) if isinstance(column, list) else column for column in columns)
+        sides = (self.source_column, self.target_column)
+        return tuple(tuple(side) if isinstance(side, list) else side for side in sides)
 
     @property
     def name(self) -> str:

@@ -161,9 +161,7 @@ class EngineChoice:
             if search.start is None or self._start not in (None, search.start):
                 raise MetaphraseError("CTranslate2 does not support another `decoder_start_token_id`")
             limits = target_limits(model, options, map(len, sources))
-            longest = max(
-                *map(len, sources), search.options["max_decoding_length"] + 1, *(most or 0 for most in limits)
-            )
+            longest = max(*map(len, sources), search.options["max_decoding_length"] + 1, *filter(None, limits))
             is_sinusoidal = model.config.position_embedding_type == "sinusoidal"
             limit = max(longest_target(model), SINUSOIDAL_POSITIONS) if is_sinusoidal else longest_target(model)
             if limit is not None and longest > limit:

@@ -252,10 +252,8 @@ def generate_hypotheses(
         limits, batches = target_limits(model, options, map(len, sources)), []
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
             batches += [(limit, [*part]) for limit, part in itertools.groupby(batch, limits.__getitem__)]
-        functions = {
-            limit: make(options if limit is None else {**options, "max_length": limit}, return_scores)
-            for limit in {None, *limits}
-        }
+        changes = {limit: {} if limit is None else {"max_length": limit} for limit in (None, *limits)}
+        functions = {limit: make({**options, **change}, return_scores) for limit, change in changes.items()}
         for limit, batch in batches:
             rows = functions[limit](*([ids[index] for index in batch] for ids in sources_of_models))
             for index, hypotheses in zip(batch, rows, strict=True):

@@ -91,6 +91,9 @@ def test_features_of_other_columns_have_one_order(tmp_path, load):
     assert as_tuples(load(file="a.tsv", source_column=1, target_column=[0, 2])) == analyses
     with pytest.raises(ValueError, match="must name columns in the first line"):
         load(file="a.tsv", source_column=[0, 3], target_column=1)
+    with pytest.raises(ValueError, match="must name columns in the first line"):
+        load(file="a.tsv", source_column=[], target_column=1)
+    assert as_tuples(load(file="a.tsv", source_column=[0], target_column=1))[0] == ("run", "ran")
     write(tmp_path, "a.jsonl", '{"source": "a", "target": "b"}')
     with pytest.raises(ValueError, match=r"must hold a text \(0, 2\)"):
         load(file="a.jsonl", source_column=[0, 2], target_column=1)

@@ -206,7 +206,7 @@ def test_evaluate_keeps_predictions_when_it_cannot_decode_or_score(cli_model, fi
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
     predictions, older = tmp_path / "p.txt", ["an older target"]
     predictions.write_text("an older target\n", encoding="utf-8")
-    for place, name, expected in ((Generator, "generate", older), (evaluation, "compute_metrics", None)):
+    for place, name, expected in ((Generator, "generate_n_best", older), (evaluation, "compute_metrics", None)):
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(place, name, lambda *_, **__: 1 / 0)
             execute(evaluate, [*words, "--predictions", str(predictions)])
