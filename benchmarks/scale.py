@@ -45,6 +45,7 @@ def write_pairs(path: Path, pairs: int) -> None:
 
 def run_phase(phase: str, file: Path, folder: Path) -> dict[str, float]:
     """Return the processor seconds of a phase, and the peak memory of this process in MiB."""
+    from metaphrase.choices.alerts import data_alerts
     from metaphrase.choices.rules import CorpusProfile
     from metaphrase.data.pairs import LENGTH_COLUMNS, PairSource
     from metaphrase.data.token_budget import TokenBudgetSampler
@@ -52,7 +53,6 @@ def run_phase(phase: str, file: Path, folder: Path) -> dict[str, float]:
     from metaphrase.filtering.rules import FilterSettings
     from metaphrase.filtering.run import filter_pairs
     from metaphrase.tokenization import TokenizerPair
-    from metaphrase.training.alerts import data_alerts
     from metaphrase.training.corpora import open_corpus
     from metaphrase.training.experiment import make_arguments
     from metaphrase.training.model_setup import make_tokenizers

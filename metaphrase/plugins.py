@@ -50,6 +50,9 @@ PLACES: dict[str, str] = {
     "choose": "metaphrase.choices.completion:complete",
     # The search that decodes best: options of `generate()` and the reason.
     "choose_decoding": "metaphrase.choices.completion:choose_decoding",
+    # Warnings of pairs, settings and outputs, and a callback that warns of scores during training.
+    "alerts": "metaphrase.choices.alerts:warn",
+    "training_alerts": "metaphrase.choices.alerts:TrainingAlerts",
     # The needs of an experiment.
     "estimate": "metaphrase.choices.estimate:dry_run",
     # Setup of a process that decodes or trains on a CPU, and the alert that bfloat16 is slow there.

@@ -25,6 +25,7 @@ from metaphrase.scripts.parsers import (
     chosen_loading_options,
     given_options,
 )
+from metaphrase.scripts.parsers.options import COLUMNS
 from metaphrase.storage.folders import check_writable, members_of, read_fields
 from metaphrase.tokenization import join_pieces
 from metaphrase.tokenization.tokenizer_trainer import find_joiner
@@ -34,8 +35,12 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: argparse.Namespace) -> None:
     check_dependents(arguments, source_column="file", target_column="file")
+    recipe = read_recipe(Path((members_of(arguments.model) or [arguments.model])[0])) or {}
+    if arguments.file is not None and not given_options(arguments, COLUMNS):
+        columns = {name: recipe.get(name) for name in COLUMNS}
+        # The columns of texts with features are those of training.
+        vars(arguments).update(columns if list in map(type, columns.values()) else {})
     if arguments.metrics is None:
-        recipe = read_recipe(Path((members_of(arguments.model) or [arguments.model])[0])) or {}
         arguments.metrics = recipe.get("metrics") or list(DEFAULT_METRICS)
         arguments.bleu_tokenize = arguments.bleu_tokenize or recipe.get("bleu_tokenize")
     score_options = metric_options(arguments.metrics, arguments.bleu_tokenize, arguments.lowercase)

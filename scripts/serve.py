@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from metaphrase.errors import MetaphraseError
+from metaphrase.inference.batches import LONGER_SOURCES
 from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options
 from metaphrase.storage.loading import check_device, default_device
 from metaphrase.texts.plan import Terms, read_glossary
@@ -49,7 +50,9 @@ def main(arguments: argparse.Namespace) -> None:
         loading = chosen_loading_options(arguments)
         models.append(ServedModel.from_pretrained(name, path, batcher, task=arguments.task, **loading))
         # The options of the command line are the defaults of the model.
-        models[-1].generator.model.generation_config.update(**chosen_generation_options(arguments))
+        options, config = chosen_generation_options(arguments), models[-1].generator.model.generation_config
+        # A length that is given holds for all sources.
+        config.update(**options, **dict.fromkeys(LONGER_SOURCES if "max_length" in options else ()))
     service = Service(models, batcher, limits=limits, api_keys=keys, glossaries=glossaries)
     for model in models:
         languages = f"{','.join(model.source_languages[:5])} to {','.join(model.target_languages[:5])}"

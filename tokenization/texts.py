@@ -20,6 +20,8 @@ from metaphrase.errors import MetaphraseError
 DEFAULT_JOINER = "@@"
 # Around a term that a source asks for. They stand behind the word that the term translates.
 TERM_TOKENS = ("<term>", "</term>")
+# Stands before each feature of a word, such as `;PST` in the files of SIGMORPHON.
+FEATURE_MARK = ";"
 # A longer line is hardly text, and tokenizers and models take much time and memory for it.
 MAX_LINE_CHARACTERS = 100_000
 _BYTES_PER_CHUNK = 2**20
@@ -180,6 +182,15 @@ def checked_texts(texts: Iterable[str], name: str = "texts") -> Iterator[str]:
                 f"`{name}` must be valid Unicode, got the lone surrogate {text[error.start]!r} in text {number}."
             ) from error
         yield text
+
+
+def join_columns(text: str, *columns: str) -> str:
+    """Return a text with the features of other columns behind it, such as `run;PST;V` for `run` and `V;PST`.
+
+    They are sorted, so that their order has no meaning. Wu et al. 2021, arXiv 2005.10213, let the network ignore it.
+    """
+    features = (feature for column in columns for feature in column.split(FEATURE_MARK) if feature)
+    return FEATURE_MARK.join([text, *sorted(features)])
 
 
 def join_pieces(text: str, joiner: str | None = None) -> str:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.plugins import needed_plugin
-from metaphrase.tokenization.texts import checked_texts, join_pieces
+from metaphrase.tokenization.texts import FEATURE_MARK, checked_texts, join_columns, join_pieces
 from metaphrase.tokenization.tokenizer_trainer import find_joiner, splits_at_spaces, train_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -232,6 +232,10 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], argument: str, segment: Segment | None = None
 ) -> list[list[int]]:
     texts = list(checked_texts(texts))
+    has_columns = any("\t" in text for text in texts)
+    if has_columns and any(token[0] == FEATURE_MARK for token in tokenizer.get_added_vocab()):
+        # A line has the columns of the training files.
+        texts = [join_columns(*text.split("\t")) for text in texts]
     # Options of all calls. Callers report long texts themselves.
     options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
     rows: list[list[int]] = []

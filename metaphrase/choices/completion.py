@@ -6,8 +6,10 @@ import functools
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from metaphrase.choices.rules import (
     with_network,
 )
 from metaphrase.data.encoding import PairEncoder
-from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, data_seed, rows_of_splits, split_pairs
+from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, column_texts, data_seed, rows_of_splits, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.engines.engine_choice import free_main_memory
 from metaphrase.errors import MetaphraseError
@@ -45,6 +47,7 @@ from metaphrase.ops.cpu_setup import has_fast_bfloat16
 from metaphrase.plugins import plugin
 from metaphrase.storage.folders import ADAPTATION_NAME
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.texts import read_lines
 from metaphrase.training import corpora
 from metaphrase.training.callbacks import BEAMS_COST, TEXT_SCORES
 from metaphrase.training.corpora import PairCorpus
@@ -92,7 +95,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     else:
         if recipe.is_open(*BATCH_SIZES):
             check_beside_budget(recipe, None)
-        recipe = choose_dataset(recipe)
+        recipe = choose_columns(choose_dataset(recipe))
         # Checks what can be checked before any work.
         opened = Experiment(_before_evaluation(recipe), is_dry_run, started)
         # The first process chooses for all. On each machine, one process reads, and the others take its caches.
@@ -147,6 +150,7 @@ def _choose_from_files(recipe: Recipe, corpus: PairCorpus) -> Recipe:
     has_open_size = recipe.is_open("num_validation")
     if recipe.num_test:
         train = split_pairs(train, 0, recipe.num_test, data_seed(recipe))["train"]
+    recipe = choose_features(recipe, train)
     recipe = choose_from_text(recipe, CorpusProfile.of(train, corpus.scale))
     if has_open_size and recipe.num_validation:
         # Pairs with the same source stay together.
@@ -287,6 +291,36 @@ def find_columns(row: dict, name: str, config: str | None) -> tuple[str, str]:
             f"`source_column` and `target_column` must be given for {name}, which has {', '.join(names)}, got neither."
         )
     return PAIRS[0] if PAIRS[0] in pairs else pairs[0]
+
+
+# Features of words, as in the files of SIGMORPHON: lemma, form and `V;PST`, or lemma, `V;PST` and form.
+_FEATURES = re.compile(r"[!-:<-`{-~][!-:<-~]*(;[!-:<-~]+)*")
+_FIRST_LINES = 100
+
+
+def choose_columns(recipe: Recipe) -> Recipe:
+    """Choose the columns of a .tsv file with three, if all texts of one of the last two are features."""
+    if ".tsv" in Path(recipe.train_file or "").suffixes and recipe.is_open("source_column", "target_column"):
+        path = recipe.data_path("train_file")
+        rows = [line.text.split("\t") for line in islice(read_lines(path), _FIRST_LINES)]
+        columns = [*zip(*rows, strict=True)] if {*map(len, rows)} == {3} else []
+        has_features = [all(map(_FEATURES.fullmatch, texts)) and ";" in "".join(texts) for texts in columns[1:]]
+        if sum(has_features) == 1:
+            index = 1 + has_features.index(True)
+            reason = f"column {index} of {path.name}, from 0, has the features of words"
+            return recipe.choose(reason, source_column=[0, index], target_column=3 - index)
+    return recipe
+
+
+def choose_features(recipe: Recipe, pairs: datasets.Dataset) -> Recipe:
+    """Choose a token for each feature of the pairs, if a recipe has columns of features."""
+    sides = [side for side in SIDES if isinstance(getattr(recipe, f"{side}_column"), list)]
+    features = {f";{name}" for side in sides for text in column_texts(pairs, side) for name in text.split(";")[1:]}
+    tokens = recipe.additional_special_tokens or []
+    # A token consists of such characters. Other features are read letter by letter.
+    new = sorted(token for token in features.difference(tokens) if re.fullmatch("[!-~]{2,}", token))
+    reasons = {**recipe.reasons, "additional_special_tokens": f"the pairs have {len(features)} features"}
+    return recipe.replace(additional_special_tokens=[*tokens, *new], reasons=reasons) if new else recipe
 
 
 # The search that decodes best

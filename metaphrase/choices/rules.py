@@ -62,7 +62,7 @@ def _shown(before: Recipe, after: Recipe, name: str) -> str:
     if isinstance(value, dict):
         value = " ".join(f"{key} {share:g}" for key, share in value.items())
     elif isinstance(value, list):
-        value = " ".join(value)
+        value = " ".join(map(str, value))
     elif isinstance(value, float):
         value = f"{value:g}"
     return f"{name} {str(value).lower() if isinstance(value, bool) else value}"
@@ -474,6 +474,10 @@ def choose_limits(
         reason = "the longest that is usual" if is_usual else "the model reads no more"
     limits = {"max_source_length": min(most_source, source), "max_target_length": min(most_target, target)}
     recipe = recipe.choose(reason, **limits)
+    if recipe.is_open("generation_max_length"):
+        usual = math.ceil(np.quantile(lengths["source"], 0.999))
+        reason = "nearly all sources have no more tokens (99.9 %); targets of longer ones may be longer in proportion"
+        recipe = recipe.choose(reason, usual_source_length=usual)
     if source > most_source and target <= most_target:
         recipe = recipe.choose("some sources are longer, and their beginnings are read", too_long="truncate")
     return recipe

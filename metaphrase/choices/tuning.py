@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, set_seed
 
+from metaphrase.choices.alerts import TrainingAlerts
 from metaphrase.choices.completion import complete
 from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.training.alerts import TrainingAlerts
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
 from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME, checkpoint_to_resume, only_writer
 from metaphrase.training.experiment import Experiment, check_references, make_arguments, make_trainer

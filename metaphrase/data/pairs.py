@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import logging
+import operator
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,12 +24,12 @@ from filelock import FileLock
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import file_in_one_step
-from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, line_offsets, read_lines
+from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, join_columns, line_offsets, read_lines
 
 logger = logging.getLogger(__name__)
 
-Column = str | int | None
-Columns = tuple[Column, Column]
+Column = str | int | Sequence[int] | None
+Columns = tuple[Column, ...]
 # First byte of a part of a file, and the one behind it.
 Span = tuple[int, int]
 WHOLE = (0, sys.maxsize)
@@ -72,25 +73,27 @@ def check_parallel(paths: Sequence[str], counts: Sequence[int | None]) -> None:
 def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span: Span = WHOLE) -> Iterator[Record]:
     """Yield the pairs of a tab-separated file, or of a span of it. Quotes are ordinary characters.
 
-    The first line is a header if it holds both column names. Columns given by number mean that there is no header.
+    The first line is a header if it holds both column names. Numbers mean that there is none. Several are those of a text and its
+    features (see `join_columns`).
     """
     first = next(read_lines(path, limit), None)
     fields, names, width = first.text.split("\t") if first else [], column_names(columns), 2
     has_header = all(name in fields for name in names)
-    source, target = 0, 1
+    sides: list[Any] = [0, 1]
     if has_header:
         check_columns(path, names, fields)
-        source, target = map(fields.index, names)
-        width = len(fields)
+        sides, width = [*map(fields.index, names)], len(fields)
     elif first is not None:
         if columns != (None, None):
-            (source, target), width = names, len(fields)
-        has_columns = all(isinstance(column, int) and 0 <= column < width for column in (source, target))
+            sides, width = names, len(fields)
+        numbers = [number for side in sides for number in ((isinstance(side, tuple) and side) or [side])]
+        has_columns = all(isinstance(number, int) and 0 <= number < width for number in numbers)
         if not has_columns or len(fields) > width:
             raise MetaphraseError(
                 f"`source_column` and `target_column` must name columns in the first line of {path}, or be numbers from 0 of "
                 f"columns without a header, got {columns}; it has {fields}."
             )
+    source, target = map(_column_reader, sides)
     for line in read_lines(path, limit, span=span):
         if has_header and line.number == 1 and not span[0]:
             continue
@@ -101,7 +104,13 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span
             message = f"{path} must have {width} tab-separated columns, got {len(fields)} in line {line.number}."
             yield PairProblem("malformed", message)
         else:
-            yield fields[source], fields[target]
+            yield source(fields), target(fields)
+
+
+def _column_reader(column: int | tuple[int, ...]) -> Callable[[list[str]], str]:
+    if isinstance(column, int):
+        return operator.itemgetter(column)
+    return lambda fields: join_columns(*(fields[number] for number in column))
 
 
 def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
@@ -331,7 +340,7 @@ class PairSource:
     Attributes:
         file: A `.tsv`, `.csv`, `.jsonl`, `.json` or `.parquet` file. All but Parquet may end in `.gz`.
         source_column: Name of the source column, by default `source`. In a `.tsv` file without a header, its number from
-            0; by default the first of two columns.
+            0, or the numbers of a text and its features; by default the first of two columns.
         source_prefix: Text before each source that is not empty, such as `summarize: `.
         max_samples: Number of good pairs to take from the beginning.
         invalid_utf8: "error", or "skip" to drop and count pairs that are not UTF-8. In a Parquet file it is always an error.
@@ -374,7 +383,8 @@ class PairSource:
 
     @property
     def columns(self) -> Columns:
-        return self.source_column, self.target_column
+        sides = (self.source_column, self.target_column)
+        return tuple(tuple(side) if isinstance(side, list) else side for side in sides)
 
     @property
     def name(self) -> str:

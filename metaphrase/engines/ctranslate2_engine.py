@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.conversion.ctranslate2 import ctranslate2, export_ctranslate2
 from metaphrase.errors import MetaphraseError
-from metaphrase.inference.batches import GenerateBatch, Hypothesis
+from metaphrase.inference.batches import LONGER_SOURCES, GenerateBatch, Hypothesis
 from metaphrase.storage.folders import read_json
 from metaphrase.storage.loading import is_exported
 
@@ -36,7 +36,7 @@ _WITHOUT_EFFECT = {
     *("remove_invalid_values", "compile_config", "disable_compile", "continuous_batching_config", "low_memory"),
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "is_assistant"),
     *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
-    *("max_matching_ngram_size", "prefill_chunk_size", "synced_gpus", "transformers_version"),
+    *("max_matching_ngram_size", "prefill_chunk_size", "synced_gpus", "transformers_version", *LONGER_SOURCES),
 }
 # CTranslate2 stops early with a length penalty of 0. This one has the same effect on scores as 0.
 _ZERO_EXPONENT = 1e-30

@@ -19,7 +19,7 @@ from metaphrase.conversion.vocabulary_map import VocabularyMap
 from metaphrase.decoding.prepacked_weights import WeightRecord
 from metaphrase.decoding.quantization import quantize
 from metaphrase.errors import MetaphraseError
-from metaphrase.inference.batches import Engine, longest_target
+from metaphrase.inference.batches import Engine, longest_target, target_limits
 from metaphrase.inference.generator import torch_dtype
 from metaphrase.modeling import MetaphraseForConditionalGeneration
 from metaphrase.storage.loading import load_pretrained
@@ -160,7 +160,8 @@ class EngineChoice:
                 raise MetaphraseError(f"faster for {weights} with `num_beams` {num_beams}")
             if search.start is None or self._start not in (None, search.start):
                 raise MetaphraseError("CTranslate2 does not support another `decoder_start_token_id`")
-            longest = max(*map(len, sources), search.options["max_decoding_length"] + 1)
+            limits = target_limits(model, options, map(len, sources))
+            longest = max(*map(len, sources), search.options["max_decoding_length"] + 1, *filter(None, limits))
             is_sinusoidal = model.config.position_embedding_type == "sinusoidal"
             limit = max(longest_target(model), SINUSOIDAL_POSITIONS) if is_sinusoidal else longest_target(model)
             if limit is not None and longest > limit:

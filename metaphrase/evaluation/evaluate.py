@@ -77,7 +77,8 @@ def evaluate_generator(
     Args:
         targets: One target for each source, as in training, for the loss.
         references: Texts for the scores; by default the targets as decoding writes them, with `pretokenized` pieces joined.
-        generation_options: Arguments of `generate()`, over the generation config of the model.
+        generation_options: Arguments of `generate()`, over the generation config of the model. With `num_return_sequences` K
+            above 1, the first candidate has the scores, and `exact_match@K` is the share of references among the candidates.
         num_bootstrap_samples: Resamples for the 95 % interval of each score; 0 for no interval.
         show_progress: True for a bar, or lines without a terminal; None for a bar on a terminal only.
         on_decoded: Called with the targets of the model before scoring, so that an error in scoring loses no text.
@@ -100,11 +101,21 @@ def evaluate_generator(
         check_target_language(generator.tokenizers.target)
     generation_options = dict(generation_options or {})
     before, truncated_before = generator.num_unfinished, generator.num_truncated
-    predictions = generator.generate(sources, show_progress=show_progress, **generation_options)
+    options = {"num_return_sequences": 1, "return_scores": False} | generation_options
+    rows = generator.generate_n_best(sources, show_progress=show_progress, **options)
+    candidates = [[scored.text for scored in row] for row in rows]
+    predictions = [row[0] for row in candidates]
     if on_decoded is not None:
         on_decoded(predictions)
+    scores = compute_metrics(predictions, references, metrics, metric_options, num_bootstrap_samples)
+    if (count := len(candidates[0])) > 1:
+        # A reference matches one of its candidates, as a prediction matches one of its references.
+        names = ["exact_match"]
+        [match] = compute_metrics(references, candidates, names, metric_options, num_bootstrap_samples).values()
+        signature = match["signature"].replace(f"nrefs:{count}", f"nrefs:1|candidates:{count}")
+        scores[f"exact_match@{count}"] = match | {"signature": signature}
     result = {
-        "scores": compute_metrics(predictions, references, metrics, metric_options, num_bootstrap_samples),
+        "scores": scores,
         "num_examples": len(sources),
         "num_unfinished": generator.num_unfinished - before,
         "generation": generation_settings(generator, generation_options),

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +31,9 @@ DEFAULT_MAX_TOKENS_PER_BATCH = 8192
 # Most tokens of a source for a model without a limit, such as T5, unless a batch may have more. The memory for attention grows
 # with the square of this number.
 MAX_TOKENS_WITHOUT_POSITIONS = 8192
+# Settings of a model for sources that are longer than those of training: tokens of a source up to which `max_length` holds, and
+# the most that it grows to.
+LONGER_SOURCES = ("usual_source_length", "max_length_limit")
 # With these options `generate()` takes one source: they draft tokens, or count the padding of a source. The value is neutral.
 _OPTIONS_OF_ONE_SOURCE = {
     **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"), None),
@@ -160,7 +165,8 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     config = options.pop("generation_config", None)
     if config is not None:
         settings = {name: value for name, value in vars(config).items() if value is not None and name[0] != "_"}
-        settings.pop("transformers_version", None)
+        for name in ("transformers_version", *LONGER_SOURCES):
+            settings.pop(name, None)
         # A config may hold both lengths. As in `generate()`, new tokens override.
         for length, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
             if new_tokens in settings:
@@ -174,6 +180,21 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise MetaphraseError(f"`{name}` has rows of a batch, which are no texts. Call `model.generate()` with it.")
     check_options(options)
     return options
+
+
+def target_limits(model: Any, options: Mapping[str, Any], source_lengths: Iterable[int]) -> list[int | None]:
+    """Return the `max_length` for each source; None for that of the options and the model.
+
+    Sources of more tokens than the `usual_source_length` of a model have a limit that grows with them, as by `max_len_a` of
+    fairseq. It is doubled, so that few limits divide the batches, and depends on no other source. A length among the options
+    holds for all.
+    """
+    settings = resolve_settings(model, options)
+    usual, most, length = map(settings.get, (*LONGER_SOURCES, "max_length"))
+    if not (usual and length) or settings.get("max_new_tokens") or options.get("max_length"):
+        return [None for _ in source_lengths]
+    doubled = (length * 2 ** max(0, math.ceil(math.log2(tokens / usual))) for tokens in source_lengths)
+    return [limit if limit > length else None for limit in (min(limit, most or limit) for limit in doubled)]
 
 
 def generate_hypotheses(
@@ -222,14 +243,19 @@ def generate_hypotheses(
             takes_one = any(settings.get(name) not in (None, off) for name, off in _OPTIONS_OF_ONE_SOURCE.items())
             # A draft model takes one source, too.
             batch_size = 1 if takes_one else getattr(search, "batch_size", batch_size)
-            generate_batch = _make_generate(models, options, return_scores, search, vocabulary_map)
+            make: Callable = functools.partial(_make_generate, models, search, vocabulary_map)
             context.enter_context(evaluating(models))
             context.enter_context(torch.inference_mode())
         else:
-            generate_batch = model.make_generate(options, return_scores)
+            make = model.make_generate
         bar = context.enter_context(progress_bar(len(sources), "sentence", show_progress))
+        limits, batches = target_limits(model, options, map(len, sources)), []
         for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
-            rows = generate_batch(*([ids[index] for index in batch] for ids in sources_of_models))
+            batches += [(limit, [*part]) for limit, part in itertools.groupby(batch, limits.__getitem__)]
+        changes = {limit: {} if limit is None else {"max_length": limit} for limit in (None, *limits)}
+        functions = {limit: make({**options, **change}, return_scores) for limit, change in changes.items()}
+        for limit, batch in batches:
+            rows = functions[limit](*([ids[index] for index in batch] for ids in sources_of_models))
             for index, hypotheses in zip(batch, rows, strict=True):
                 results[index] = hypotheses
             bar.update(len(batch))
@@ -244,10 +270,10 @@ decode = generate_hypotheses
 
 def _make_generate(
     models: Sequence[PreTrainedModel],
-    options: Mapping[str, Any],
-    return_scores: bool,
     search: Callable | None,
     vocabulary_map: Any,
+    options: Mapping[str, Any],
+    return_scores: bool,
 ) -> GenerateBatch:
     model, settings = models[0], resolve_settings(models[0], options)
     # With sharded weights, `generate()` would otherwise wait for the batches of other processes.

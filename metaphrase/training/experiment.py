@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -26,10 +27,9 @@ from metaphrase.evaluation.evaluate import TaskScores, ValidationSample, evaluat
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, write_metrics
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import as_lines
-from metaphrase.plugins import needed_plugin
+from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.storage.loading import refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.alerts import TrainingAlerts, data_alerts, length_limit, run_alerts, unfinished_alerts, warn
 from metaphrase.training.callbacks import (
     EarlyStopping,
     EndOnInterrupt,
@@ -169,7 +169,7 @@ class Experiment:
         for callback in callbacks:
             trainer.add_callback(callback)
         if trainer.is_world_process_zero():
-            warn(run_alerts(recipe, arguments, data.encoded, model))
+            warn("run", recipe, arguments, data.encoded, model)
             # When a checkpoint to resume from was loaded, not refused.
             beginning = TrainerCallback()
             beginning.on_train_begin = lambda *_, **__: self._write_provenance()
@@ -249,7 +249,7 @@ class Experiment:
             show_progress=not self.arguments.disable_tqdm,
             on_decoded=lambda texts: (folder / f"{split}_predictions.txt").write_text(as_lines(texts), "utf-8"),
         )
-        warn(unfinished_alerts(result["num_unfinished"], len(predictions), length_limit(generator.model)))
+        warn("outputs", result["num_unfinished"], len(predictions), generator.model)
         result["data"] = {"name": corpus.data_name(split), "split": split, **corpus.sizes()}
         if self.recipe.tasks:
             result["tasks"] = self.scores.compute_by_task(predictions, references, texts[TASK_COLUMN][:])
@@ -277,7 +277,13 @@ def load(corpus: PairCorpus) -> None:
     """Read a corpus, and log alerts of its pairs."""
     corpus.load()
     if corpus.arguments.process_index == 0:
-        warn(data_alerts(corpus))
+        warn("data", corpus)
+
+
+def warn(occasion: str, *arguments: Any) -> None:
+    """Log warnings of pairs, settings or outputs, if the ring that knows them is there."""
+    if (log_alerts := plugin("alerts")) is not None:
+        log_alerts(occasion, *arguments)
 
 
 def check_references(data: Data, scores: TaskScores) -> None:
@@ -321,7 +327,8 @@ def make_trainer(
             scores.check(sample.references, sample.tasks, what)
     if recipe.freeze and recipe.freeze_steps is not None:
         callbacks.append(needed_plugin("frozen_start", "freeze_steps")(recipe.freeze, recipe.freeze_steps))
-    callbacks.append(TrainingAlerts(scores.metrics))
+    if (make_alerts := plugin("training_alerts")) is not None:
+        callbacks.append(make_alerts(scores.metrics))
     trainer = MetaphraseTrainer(
         model=model,
         args=arguments,

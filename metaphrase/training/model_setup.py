@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, Pr
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from metaphrase.errors import MetaphraseError
+from metaphrase.inference.batches import LONGER_SOURCES, MAX_TOKENS_WITHOUT_POSITIONS
 from metaphrase.inference.progress import has_bar
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.plugins import needed_plugin
@@ -91,6 +92,10 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
                 tokenizer.model_max_length = positions
     # By default, generate() stops at 20 tokens.
     set_generation_config(model, recipe, recipe.generation_max_length or data.corpus.limits[1] + 1, languages)
+    if recipe.usual_source_length is not None:
+        longer = recipe.usual_source_length, data.corpus.longest[1] or MAX_TOKENS_WITHOUT_POSITIONS
+        # With this mark, transformers would not load settings that it does not know.
+        vars(model.generation_config).update(zip(LONGER_SOURCES, longer, strict=True), _from_model_config=None)
     if recipe.r_drop_alpha:
         check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
     if recipe.freeze and recipe.freeze_steps is None:
@@ -206,6 +211,7 @@ def set_generation_config(
     `languages` is the result of `set_languages`.
     """
     config = model.generation_config
+    vars(config).pop(LONGER_SOURCES[0], None)
     names = ("num_beams", "length_penalty", "early_stopping", "no_repeat_ngram_size", "repetition_penalty")
     options = {name: value for name in names if (value := getattr(recipe, name)) is not None}
     if recipe.generation_max_length is not None:

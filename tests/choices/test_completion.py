@@ -10,7 +10,7 @@ from tiny_generator import save_generator, tiny_generator
 
 from metaphrase import plugins
 from metaphrase.choices import completion
-from metaphrase.choices.completion import choose_dataset, find_columns
+from metaphrase.choices.completion import choose_columns, choose_dataset, complete, find_columns
 from metaphrase.data import pairs
 from metaphrase.data.token_budget import TokenBudgetStream
 from metaphrase.inference import Generator
@@ -254,6 +254,33 @@ def test_given_columns_and_splits_stay(tmp_path):
         chosen(folder)
     with pytest.raises((FileNotFoundError, ConnectionError), match="me/other"):
         chosen("me/other")
+
+
+FORMS = [(f"{stem}en", f"{stem}t", "3;SG;V;PRS") for stem in ("renn", "geh", "lach")]
+FORMS += [(lemma, f"ge{form}", "V.PTCP;PST") for lemma, form, _ in FORMS]
+
+
+@pytest.mark.parametrize(("order", "source"), [((0, 1, 2), [0, 2]), ((0, 2, 1), [0, 1])])
+def test_columns_of_features_become_symbols(tmp_path, order, source):
+    path = tmp_path / "forms.tsv"
+    path.write_text("".join("\t".join(row[n] for n in order) + "\n" for row in FORMS * 20), encoding="utf-8")
+    recipe = choose_columns(Recipe(train_file=str(path)))
+    assert (recipe.source_column, recipe.target_column) == (source, 3 - source[1])
+    fields = {"train_file": str(path), "output_dir": str(tmp_path / "run"), "use_cpu": True, "max_steps": 1}
+    experiment, lines = complete(Recipe(**fields, num_validation=20, eval_strategy="no", save_strategy="no"))
+    tokens = [";3", ";PRS", ";PST", ";SG", ";V", ";V.PTCP"]
+    assert experiment.recipe.additional_special_tokens == tokens and any("6 features" in line for line in lines)
+    tokenizers = experiment.prepare().tokenizers
+    expected = tokenizers.source.convert_tokens_to_ids([*"gehen", ";PRS", ";V", "</s>"])
+    # A line to decode has its columns in any order of the features.
+    assert tokenizers.encode_sources(["gehen\tV;PRS", "gehen\tPRS;V", "gehen;PRS;V"]) == [expected] * 3
+    assert choose_columns(Recipe(train_file=str(path), source_column=0, target_column=1)).source_column == 0
+
+
+@pytest.mark.parametrize("text", ["a\tb\n", "A\tB\tC\n", "a\tV;PST\tV;PST\n", "a\tb\tc;d\n", "a\tb\tV;PST\na\tb\n", ""])
+def test_other_columns_are_not_taken_for_features(tmp_path, text):
+    (tmp_path / "a.tsv").write_text(text)
+    assert choose_columns(Recipe(train_file=str(tmp_path / "a.tsv"))).is_open("source_column", "target_column")
 
 
 def test_a_configuration_decides_the_direction_of_translations():

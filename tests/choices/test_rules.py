@@ -95,7 +95,10 @@ def test_scripts_decide(sources, targets, expected):
 def test_given_fields_stay():
     recipe = chosen_from_text(COMMANDS, tokenizer_kind="byte", num_validation=7)
     assert (recipe.tokenizer_kind, recipe.num_validation) == ("byte", 7)
-    assert choose_limits(Recipe(max_source_length=9), {"source": [50], "target": [50]}).max_source_length == 9
+    recipe = choose_limits(Recipe(max_source_length=9), {"source": [50], "target": [50]})
+    assert (recipe.max_source_length, recipe.usual_source_length) == (9, 50)
+    recipe = choose_limits(Recipe(generation_max_length=70), {"source": [50], "target": [50]})
+    assert recipe.usual_source_length is None
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,22 @@ def test_formats_of_one_file(tmp_path, load, name, content, columns):
     assert as_tuples(load(file=name, **columns)) == PAIRS
 
 
+def test_features_of_other_columns_have_one_order(tmp_path, load):
+    write(tmp_path, "a.tsv", "run\tran\tV;PST\nrun\truns\tV;SG;3;PRS\ngo\tgo\tN\n")
+    expected = [("run;PST;V", "ran"), ("run;3;PRS;SG;V", "runs"), ("go;N", "go")]
+    assert as_tuples(load(file="a.tsv", source_column=[0, 2], target_column=1)) == expected
+    analyses = [(form, text) for text, form in expected]
+    assert as_tuples(load(file="a.tsv", source_column=1, target_column=[0, 2])) == analyses
+    with pytest.raises(ValueError, match="must name columns in the first line"):
+        load(file="a.tsv", source_column=[0, 3], target_column=1)
+    with pytest.raises(ValueError, match="must name columns in the first line"):
+        load(file="a.tsv", source_column=[], target_column=1)
+    assert as_tuples(load(file="a.tsv", source_column=[0], target_column=1))[0] == ("run", "ran")
+    write(tmp_path, "a.jsonl", '{"source": "a", "target": "b"}')
+    with pytest.raises(ValueError, match=r"must hold a text \(0, 2\)"):
+        load(file="a.jsonl", source_column=[0, 2], target_column=1)
+
+
 @pytest.mark.parametrize("key", [None, "translation"])
 def test_parquet(tmp_path, load, key):
     pq.write_table(pa.Table.from_pylist(rows_as_json(PAIRS, "en", "de", key)), tmp_path / "a.parquet", row_group_size=2)

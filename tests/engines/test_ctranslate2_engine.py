@@ -93,6 +93,16 @@ def test_the_models_own_settings_are_used_and_come_second(models, monkeypatch):
     assert_same_search(models, {"num_beams": 1, "max_new_tokens": 9})
 
 
+def test_longer_sources_have_longer_limits_as_in_torch(models, monkeypatch):
+    own = {"usual_source_length": 5, "max_length_limit": 40, "max_length": 6, "max_new_tokens": None}
+    for network in models[:2]:
+        config = GenerationConfig.from_dict(network.generation_config.to_dict() | own | {"_from_model_config": None})
+        monkeypatch.setattr(network, "generation_config", config)
+    for options in ({}, BEAMS):
+        lengths = {len(best.ids) for best, *_ in assert_same_search(models, options)}
+        assert max(lengths) > 11
+
+
 def test_unset_early_stopping_is_told_and_is_true(models, caplog):
     _, engine, sources = models
     options = {name: value for name, value in BEAMS.items() if name != "early_stopping"}

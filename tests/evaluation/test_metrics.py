@@ -227,6 +227,18 @@ def test_result_of_a_test_set(generator):
     assert result["num_target_tokens"] == sum(len(target) + 1 for target in [*TARGETS, "nichts"])
 
 
+def test_references_among_several_candidates(generator):
+    options = {"num_beams": 3, "num_return_sequences": 3}
+    rows = [[scored.text for scored in row] for row in generator.generate_n_best(SOURCES, **options)]
+    targets = [rows[0][0], rows[1][2].upper(), rows[2][1], *TARGETS[3:]]
+    fields = {"metrics": ["exact_match"], "metric_options": {"exact_match": {"ignore_case": True}}}
+    result, predictions = evaluate_generator(generator, SOURCES, targets, generation_options=options, **fields)
+    assert predictions == [row[0] for row in rows]
+    first, any_of = result["scores"]["exact_match"], result["scores"]["exact_match@3"]
+    assert (first["matches"], any_of["matches"], any_of["score"]) == (1, 3, 60.0)
+    assert any_of["signature"] == "nrefs:1|candidates:3|case:ci|punct:yes" and "confidence_interval" in any_of
+
+
 def test_loss_sees_the_prefix_that_decoding_sees():
     plain, prefixed = tiny_generator(), tiny_generator(source_prefix="the ")
     result, _ = evaluate_generator(prefixed, SOURCES, TARGETS, metrics=["bleu"])
@@ -265,6 +277,6 @@ def test_sides_must_be_equally_many_and_not_empty(generator):
 
 
 def test_references_that_cannot_be_scored_are_refused_before_decoding(generator, monkeypatch):
-    monkeypatch.setattr(generator, "generate", None)
+    monkeypatch.setattr(generator, "generate_n_best", None)
     with pytest.raises(ValueError, match="`metrics` must not hold wer if no reference has a word, got 2 empty refer"):
         evaluate_generator(generator, ["a b", "c"], ["", " "], metrics=["bleu", "wer"])

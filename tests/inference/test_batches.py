@@ -8,10 +8,11 @@ import torch
 from other_families import generator_of
 from tiny_generator import SOURCES, save_generator, tiny_generator, tiny_pair
 from tiny_models import DESIGNS, random_batch, tiny_model
+from transformers import GenerationConfig
 from transformers.generation import utils
 
 from metaphrase.inference import Generator
-from metaphrase.inference.batches import decode
+from metaphrase.inference.batches import decode, target_limits
 from metaphrase.tokenization.texts import batches_by_length
 
 BEAM = {"num_beams": 3, "num_return_sequences": 3}
@@ -45,6 +46,42 @@ def test_batched_is_alone_in_the_order_of_the_sources(generator, sources, option
         assert [[h.ids for h in hypotheses] for hypotheses in together] == [[h.ids for h in one] for one in alone]
         scores = [[h.score for h in hypotheses] for hypotheses in together]
         assert torch.allclose(torch.tensor(scores), torch.tensor([[h.score for h in one] for one in alone]), atol=1e-4)
+
+
+LONGER = {"usual_source_length": 4, "max_length_limit": 21, "max_length": 6, "max_new_tokens": None}
+
+
+@pytest.mark.parametrize("family", ["metaphrase", "bart"])
+@pytest.mark.parametrize("options", [{}, BEAM, {"num_beams": 2, "early_stopping": "never"}], ids=str)
+def test_a_longer_source_has_a_longer_limit_of_its_own(family, options):
+    model = generator_of(family).model
+    for name, value in (LONGER | {"eos_token_id": -1}).items():
+        setattr(model.generation_config, name, value)
+    sources = [[5 + index % 9 for index in range(length - 1)] + [2] for length in (9, 3, 4, 5, 8, 17, 40)]
+    limits = [21, None, None, 12, 12, 21, 21]
+    assert target_limits(model, {}, map(len, sources)) == [21, None, None, 12, 12, 21, 21]
+    together = decode(model, sources, **options)
+    assert [len(row[0].ids) for row in together] == [(limit or 6) - 1 for limit in limits]
+    alone = [decode(model, [source], **options)[0] for source in sources]
+    fixed = [
+        decode(model, [source], max_length=limit or 6, **options)[0]
+        for source, limit in zip(sources, limits, strict=True)
+    ]
+    texts = [[[hypothesis.ids for hypothesis in row] for row in rows] for rows in (together, alone, fixed)]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_given_length_is_the_limit_of_all_sources(generator, sources):
+    model, own = generator.model, vars(generator.model.generation_config)
+    own |= LONGER | {"eos_token_id": -1}
+    given = GenerationConfig(max_length=8, eos_token_id=-1, usual_source_length=2)
+    for options in ({"max_length": 8}, {"max_new_tokens": 7}, {"generation_config": given}):
+        assert {len(row[0].ids) for row in decode(model, sources, **options)} == {7}
+    own["max_new_tokens"] = 7
+    assert {len(row[0].ids) for row in decode(model, sources)} == {7}
+    # Models of earlier versions do not declare the lengths of their sources.
+    own |= {"max_new_tokens": None, "usual_source_length": None}
+    assert {len(row[0].ids) for row in decode(model, sources)} == {5}
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,17 @@ def test_evaluate_reads_files_as_training_does(cli_model, files, tmp_path, capsy
     assert result == expected | {"data": expected["data"] | {"name": "named.tsv", "malformed": 1}}
 
 
+def test_evaluate_reads_the_columns_of_features_of_the_run(tmp_path):
+    folder = save_generator(tiny_generator(), tmp_path / "model")
+    (folder / "recipe.yaml").write_text("source_column: [0, 2]\ntarget_column: 1\n")
+    (tmp_path / "forms.tsv").write_text("a cat\teine Katze\tV;PST\n")
+    words = [str(folder), "--device", "cpu", "--metrics", "chrf", "--file", str(tmp_path / "forms.tsv")]
+    predictions = tmp_path / "p.txt"
+    execute(evaluate, [*words, "--output", str(tmp_path / "m.json"), "--predictions", str(predictions)])
+    [expected] = Generator.from_pretrained(folder, device="cpu").generate(["a cat;PST;V"])
+    assert predictions.read_text(encoding="utf-8") == expected + "\n"
+
+
 def refuse(*args, **kwargs):
     pytest.fail("Work has begun.")
 
@@ -195,7 +206,7 @@ def test_evaluate_keeps_predictions_when_it_cannot_decode_or_score(cli_model, fi
     words = [cli_model, "--device", "cpu", "--source", files[0], "--target", files[1], "--output", str(tmp_path)]
     predictions, older = tmp_path / "p.txt", ["an older target"]
     predictions.write_text("an older target\n", encoding="utf-8")
-    for place, name, expected in ((Generator, "generate", older), (evaluation, "compute_metrics", None)):
+    for place, name, expected in ((Generator, "generate_n_best", older), (evaluation, "compute_metrics", None)):
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(place, name, lambda *_, **__: 1 / 0)
             execute(evaluate, [*words, "--predictions", str(predictions)])

@@ -1,5 +1,6 @@
 import contextlib
 import copy
+import json
 import logging
 
 import pytest
@@ -134,6 +135,14 @@ def test_a_length_penalty_has_no_effect_without_beams(settled, caplog):
 def test_the_recipes_length_goes_over_that_of_the_base(given, settled):
     config = settled({"max_new_tokens": 5}, generation_max_length=3 if given else None)
     assert (config.max_length, config.max_new_tokens) == ((3, None) if given else (257, 5))
+
+
+def test_longer_sources_may_have_longer_targets(settled):
+    config = settled({}, usual_source_length=30, generation_max_length=None)
+    # As saved and loaded.
+    loaded = GenerationConfig.from_dict(json.loads(config.to_json_string()))
+    assert (loaded.usual_source_length, loaded.max_length_limit, loaded.max_length) == (30, 256, 257)
+    assert not hasattr(settled({"usual_source_length": 3}), "usual_source_length")
 
 
 # Source and target have vocabularies of their own, and nothing is tied.

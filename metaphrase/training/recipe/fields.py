@@ -46,7 +46,7 @@ _DataSets = Annotated[
         )
     ),
 ]
-_Column = Annotated[int | str | None, Field(union_mode="left_to_right")]
+_Column = Annotated[int | str | list[int] | None, Field(union_mode="left_to_right")]
 _Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 
 
@@ -85,8 +85,9 @@ class OwnFields(BaseModel):
     dataset_train_split: str = _data("Training split of the data set.", "train", effect_with="dataset_name")
     dataset_validation_split: str | None = _data("Validation split of the data set.", effect_with="dataset_name")
     dataset_test_split: str | None = _data("Test split of the data set.", effect_with="dataset_name")
-    source_column: _Column = _data("Column of sources: a name [source], or an index in a .tsv file without header [0].")
-    target_column: _Column = _data("Column of targets: a name [target] or an index [1].")
+    # Several indices are those of a text and its features.
+    source_column: _Column = _data("Column of sources: a name [source], or indices in a .tsv file without header [0].")
+    target_column: _Column = _data("Column of targets: a name [target] or indices [1].")
     source_language: str | None = _data("Language code of the sources, for the model card.")
     target_language: str | None = _data("Language code of the targets, for the model card.")
     source_prefix: str | None = _data("Text before each source, such as `summarize: `.")
@@ -170,6 +171,7 @@ class OwnFields(BaseModel):
     num_beams: int | None = _evaluation("Beams of the finished model.", **_limits("num_beams"))
     length_penalty: float | None = _evaluation("Exponent of the length in beam scores.", **_limits("length_penalty"))
     early_stopping: bool | None = _evaluation("End beams early: faster, and as CTranslate2 does.")
+    usual_source_length: int | None = _evaluation("Source tokens beyond which targets get a longer limit, too.", ge=1)
     choose_decoding: bool = _evaluation("Compare beams and length penalties on validation pairs at the end.", False)
     no_repeat_ngram_size: int | None = _evaluation("N-grams that may not repeat.", **_limits("no_repeat_ngram_size"))
     repetition_penalty: float | None = _evaluation("Penalty of earlier tokens.", **_limits("repetition_penalty"))
@@ -211,7 +213,7 @@ _HINTS = typing.get_type_hints(Seq2SeqTrainingArguments)
 # Also true: resume from the last checkpoint.
 _HINTS["resume_from_checkpoint"] = bool | str | None
 _ORDER = (bool, int, float, str)
-_TYPE_NAMES = {bool: "true or false", str: "text", list: "list of texts", dict: "mapping"}
+_TYPE_NAMES = {bool: "true or false", str: "text", list: "list of texts", list[int]: "list of int", dict: "mapping"}
 TRAINING_FIELDS = {name: field for name, field in Seq2SeqTrainingArguments.__dataclass_fields__.items() if field.init}
 
 
@@ -264,7 +266,7 @@ def type_name(annotation: Any) -> str:
     names = []
     for kind in kinds_of(annotation) - {type(None)}:
         origin, words = typing.get_origin(kind) or kind, ", ".join(map(str, typing.get_args(kind)))
-        names.append(words if origin is Literal else _TYPE_NAMES.get(origin, origin.__name__))
+        names.append(words if origin is Literal else _TYPE_NAMES.get(kind, _TYPE_NAMES.get(origin, origin.__name__)))
     return " or ".join(sorted(names))
 
 

@@ -4,8 +4,8 @@ import pytest
 from small_experiments import make_recipe, train
 from transformers import GenerationConfig, TrainerState
 
+from metaphrase.choices.alerts import TrainingAlerts, run_alerts
 from metaphrase.demo.corpus import make_demo_corpus
-from metaphrase.training.alerts import TrainingAlerts, run_alerts
 from metaphrase.training.experiment import Experiment
 
 
@@ -21,7 +21,7 @@ def alerts_of_data(folder, pairs, caplog, **fields):
     experiment = Experiment(make_recipe(folder, folder / "run", **fields), is_dry_run=True)
     experiment.prepare()
     experiment.make_model()
-    return [record.getMessage() for record in caplog.records if record.name == "metaphrase.training.alerts"]
+    return [record.getMessage() for record in caplog.records if record.name == "metaphrase.choices.alerts"]
 
 
 def test_good_pairs_raise_no_alert(tmp_path, pairs, caplog):

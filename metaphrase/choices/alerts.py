@@ -2,8 +2,9 @@
 
 import logging
 import math
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from metaphrase.data.pairs import SIDES, SPLITS, column_texts
 from metaphrase.evaluation.evaluate import spread
+from metaphrase.inference.batches import target_limits
 from metaphrase.plugins import plugin
 from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.recipe.recipe import Recipe
@@ -33,9 +35,10 @@ _ALIVE = {"bleu": 0.5, "rouge": 0.5, "chrf": 15.0, "chrf++": 15.0, "exact_match"
 _DEAD_ERROR_RATE = 95.0
 
 
-def warn(alerts: Iterable[str]) -> None:
-    """Log alerts as warnings."""
-    for alert in alerts:
+def warn(occasion: str, *arguments: Any) -> None:
+    """Log the alerts of an occasion: `data`, `run` or `outputs`. The arguments are those of its function below."""
+    functions = {"data": data_alerts, "run": run_alerts, "outputs": output_alerts}
+    for alert in functions[occasion](*arguments):
         logger.warning("%s", alert)
 
 
@@ -132,7 +135,8 @@ def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> 
     for split, pairs in encoded.items():
         if split == "train" or not isinstance(pairs, Dataset):
             continue
-        number = int(np.sum(np.asarray(pairs["target_length"][:]) > limit))
+        limits = target_limits(model, {}, pairs["source_length"][:])
+        number = sum(map(operator.gt, pairs["target_length"][:], ((most or limit + 1) - 1 for most in limits)))
         if number > _LONG_REFERENCES * len(pairs):
             yield (
                 f"{split}: {number:,} of {len(pairs):,} references are longer than the length limit of outputs ({limit}), so "
@@ -150,13 +154,13 @@ def length_limit(model: Any) -> int:
 # Training and scores
 
 
-def unfinished_alerts(unfinished: int, outputs: int, limit: int) -> Iterator[str]:
+def output_alerts(unfinished: int, outputs: int, model: Any) -> Iterator[str]:
     """Yield an alert of final outputs that met the length limit."""
     if unfinished > _UNFINISHED * outputs:
         yield (
-            f"{unfinished:,} of {outputs:,} outputs met the length limit ({limit}) before their end. If references are longer, "
-            "raise `generation_max_length`. Otherwise the network repeats itself because it is trained too little: train longer, "
-            "or on more pairs, and check `learning_rate`. `num_beams: 4` or `no_repeat_ngram_size` may help."
+            f"{unfinished:,} of {outputs:,} outputs met the length limit ({length_limit(model)}) before their end. If references "
+            "are longer, raise `generation_max_length`. Otherwise the network repeats itself because it is trained too little: "
+            "train longer, or on more pairs, and check `learning_rate`. `num_beams: 4` or `no_repeat_ngram_size` may help."
         )
 
 
