@@ -14,8 +14,9 @@ from metaphrase.errors import MetaphraseError
 PLACES: dict[str, str] = {
     # From a corpus of a recipe and its tokenizers to the changes of training pairs.
     "augmentation": "metaphrase.augmentation.augmentation:make_augmenter",
-    # Words of a corpus, with their translations, that may take the places of others.
-    "rare_words": "metaphrase.augmentation.augmentation:learn_rare_words",
+    # Words and parts of pairs of a corpus that may take the places of others, and pairs that these make.
+    "combinations": "metaphrase.augmentation.augmentation:learn_combinations",
+    "recombined": "metaphrase.augmentation.augmentation:recombined_pairs",
     # The corpus of plain text, from which an objective makes pairs.
     "objective": "metaphrase.augmentation.denoising:TextCorpus",
     # Subcommands of the command line.

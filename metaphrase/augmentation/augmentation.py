@@ -4,13 +4,11 @@ import json
 import logging
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby, pairwise
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -18,6 +16,8 @@ import torch
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
+from metaphrase.augmentation.rare_words import RareWords
+from metaphrase.augmentation.recombination import Recombination
 from metaphrase.data.pairs import AUGMENTATIONS, LENGTH_COLUMNS, SIDES
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import learn_terms
@@ -26,98 +26,6 @@ from metaphrase.filtering.run import sample_pairs
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import TERM_TOKENS
 from metaphrase.training.corpora import PairCorpus
-
-# Share of the pairs with a source word that have its translation.
-_TRANSLATED = 0.95
-_OUTSIDE = ""
-# A neighbor of a source word, whether it stands behind the word, and the two words behind each occurrence of the translation.
-Context = tuple[str, bool, frozenset[tuple[str, str]]]
-
-
-@dataclass(frozen=True)
-class RareWords:
-    """Rare words, with their translations, that may take the places of other words.
-
-    Source: Andreas 2020, section 3, arXiv 1904.09545: fragments that share an environment are interchangeable. Akyürek and
-    Andreas 2022, arXiv 2201.12926: a word is replaced together with its translation.
-
-    Attributes:
-        translations: The target word of each source word that has one.
-        substitutes: For a source word, the source words that may replace it, each with its number of pairs.
-    """
-
-    translations: Mapping[str, str]
-    substitutes: Mapping[str, Mapping[str, int]]
-
-    @classmethod
-    def learn(cls, pairs: Iterable[tuple[str, str]]) -> "RareWords":
-        """Learn from pairs of texts with spaces: a word may replace another one that is seen in all of its contexts, and more."""
-        split = [(source.split(), target.split()) for source, target in pairs]
-        counts = Counter(word for source, _ in split for word in set(source))
-        translations = _find_translations(split)
-        contexts: dict[str, set[Context]] = defaultdict(set)
-        for source, target in split:
-            # The two words behind each word of the target.
-            behind: dict[str, set[tuple[str, str]]] = defaultdict(set)
-            for word, *after in zip(target, [*target[1:], _OUTSIDE], [*target[2:], _OUTSIDE, _OUTSIDE], strict=False):
-                behind[word].add(tuple(after))
-            for before, word, after in zip([_OUTSIDE, *source], source, [*source[1:], _OUTSIDE], strict=False):
-                if translations.get(word) in behind:
-                    outputs = frozenset(behind[translations[word]])
-                    contexts[word] |= {(before, False, outputs), (after, True, outputs)}
-        words_in: dict[Context, list[str]] = defaultdict(list)
-        for word, contexts_of_word in contexts.items():
-            for context in contexts_of_word:
-                words_in[context].append(word)
-        substitutes: dict[str, dict[str, int]] = defaultdict(dict)
-        for word, contexts_of_word in contexts.items():
-            # The context that the fewest words share leaves the fewest sets to compare.
-            for other in words_in[min(contexts_of_word, key=lambda context: len(words_in[context]))]:
-                if contexts_of_word < contexts[other]:
-                    substitutes[other][word] = counts[word]
-        return cls(translations, dict(substitutes))
-
-    def draw(self, source: str, target: str, random: Random) -> tuple[tuple[str, str], tuple[str, str]] | None:
-        """Draw for source and target a word and its replacement, the rarer ones more often. None if the pair has no such word."""
-        words, target_words = dict.fromkeys(source.split()), set(target.split())
-        counts = Counter(map(self.translations.get, words))
-        replaceable = [word for word in words if word in self.substitutes]
-        # With another source word of the same translation, it is unknown which target word belongs to which.
-        replaceable = [word for word in replaceable if counts[self.translations[word]] == 1]
-        replaceable = [word for word in replaceable if self.translations[word] in target_words]
-        if not replaceable:
-            return None
-        old = random.choice(replaceable)
-        substitutes = self.substitutes[old]
-        [new] = random.choices(list(substitutes), [1 / count for count in substitutes.values()])
-        return (old, new), (self.translations[old], self.translations[new])
-
-
-def _find_translations(pairs: Sequence[tuple[list[str], list[str]]]) -> dict[str, str]:
-    """Return the target word that goes with each source word the most by Dice's coefficient, unless several do equally."""
-    counts: tuple[Counter, Counter] = Counter(), Counter()
-    together: dict[str, Counter] = defaultdict(Counter)
-    for source, target in pairs:
-        words, outputs = set(source), set(target)
-        counts[0].update(words)
-        counts[1].update(outputs)
-        for word in words:
-            together[word].update(outputs)
-    translations = {}
-    for word, number in counts[0].items():
-        dice = {
-            output: 2 * both / (number + counts[1][output])
-            for output, both in together[word].items()
-            if both >= _TRANSLATED * number
-        }
-        best = max(dice.values(), default=0.0)
-        tied = [output for output, value in dice.items() if value == best]
-        # A target word that is a source word, too, translates that one.
-        candidates = [word] if word in tied else [output for output in tied if output not in counts[0]] or tied
-        if len(candidates) == 1:
-            [translations[word]] = candidates
-    return translations
-
 
 _MAX_TERMS = 3
 _IDS = ("input_ids", "labels")
@@ -131,6 +39,11 @@ _MAX_STATES = 100_000
 _NEAR_ZERO = 1e-300
 # Pairs that terms and rare words are learned from. It bounds time and memory.
 _MAX_LEARNED_PAIRS = 100_000
+# Pairs that recombination learns from, in about 10 seconds.
+_MAX_RECOMBINED = 30_000
+# Pairs that are recombined to see their words and lengths.
+_RECOMBINED_PAIRS = 3000
+_EXAMPLES = 3
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +162,7 @@ class Augmenter:
     - `terms`: a source with up to three words of the target, each behind the word that it translates and between `TERM_TOKENS`
       (Dinu et al. 2019, Training Neural Machine Translation to Apply Terminology Constraints). The model learns to copy them.
     - `rare_words`: both sides with a rare word and its translation in place of another word and its translation.
+    - `recombination`: a pair that is made of the pair and parts of others.
 
     Special tokens and prefixes stay. The changes of a pair depend on seed, epoch and row alone, so that they are equal in all
     orders, batches, workers and processes.
@@ -263,15 +177,15 @@ class Augmenter:
         rates: Mapping[str, float] | None = None,
         prefixes: Sequence[str] = (),
         terms: Mapping[str, Sequence[str]] | None = None,
-        rare_words: RareWords | None = None,
+        combinations: "tuple[RareWords, Recombination] | None" = None,
     ):
-        """Take the most tokens of each side, the rates, beginnings of sources that stay, terms with case folded, and rare words.
+        """Take the most tokens of each side, the rates, beginnings of sources that stay, terms with case folded, combinations.
 
         A side over its limit stays as it was, and with changes of both texts the other side, too.
         """
         self.tokenizers, self.seed, self.limits = tokenizers, seed, limits
         self._rates = dict.fromkeys(AUGMENTATIONS, 0.0) | dict(rates or {})
-        self._terms, self._rare_words = dict(terms or {}), rare_words
+        self._terms, self._combinations = dict(terms or {}), combinations or (None, None)
         self._samplers: tuple[SubwordSampler | None, ...] = (None, None)
         if subword_sampling is not None:
             source = SubwordSampler(tokenizers.source, subword_sampling)
@@ -311,9 +225,14 @@ class Augmenter:
         rates = self._rates
         if not any(rates.values()):
             return source, target
-        if self._rare_words is not None and random.random() < rates["rare_words"]:
+        rare_words, recombination = self._combinations
+        if rates["recombination"] and random.random() < rates["recombination"]:
+            has_tokens = any(len(self._unchanged.split(text)) > 1 for text in (source, target))
+            if not has_tokens and (pair := recombination.draw(source, target, random)) is not None:
+                source, target = pair
+        if rates["rare_words"] and random.random() < rates["rare_words"]:
             bare = (" ".join(self._unchanged.split(text)[::2]) for text in (source, target))
-            if drawn := self._rare_words.draw(*bare, random):
+            if drawn := rare_words.draw(*bare, random):
                 replace = (
                     partial(re.compile(rf"(?<!\S){re.escape(old)}(?!\S)").sub, lambda _, new=new: new)
                     for old, new in drawn
@@ -373,28 +292,58 @@ def _misspell(text: str, random: Random) -> str:
     return text
 
 
+class Combinations(NamedTuple):
+    """Words and parts of pairs that may take the places of others."""
+
+    rare_words: RareWords
+    recombination: Recombination
+
+
 def make_augmenter(corpus: PairCorpus, tokenizers: TokenizerPair) -> Augmenter:
-    """Return the augmenter of a corpus, by its recipe. Terms and rare words are learned from the pairs."""
-    recipe, rates, terms, rare_words = corpus.recipe, corpus.recipe.augmentation, None, None
-    if "rare_words" in rates:
-        rare_words = learn_rare_words(corpus)
-        if not rare_words.substitutes:
+    """Return the augmenter of a corpus, by its recipe. Terms and combinations are learned from the pairs."""
+    recipe, rates, terms, combinations = corpus.recipe, corpus.recipe.augmentation, None, None
+    if {"rare_words", "recombination"} & rates.keys():
+        combinations = learn_combinations(corpus)
+        if "rare_words" in rates and not combinations.rare_words.substitutes:
             raise MetaphraseError(
                 "`augmentation.rare_words` must be left out: no words may stand in the place of others."
             )
     if "terms" in rates:
-        terms = learn_terms(sample_pairs(zip(*corpus.sides(), strict=True), _MAX_LEARNED_PAIRS)[1])
+        terms = learn_terms(_sample_pairs(corpus))
         if not terms:
             raise MetaphraseError("`augmentation.terms` must be left out: no words are found to translate each other.")
         logger.info("%sLearned %d terms, to insert some into sources.", corpus.label, len(terms))
     return Augmenter(
-        tokenizers, corpus.seed, corpus.limits, recipe.subword_sampling, rates, corpus.prefixes, terms, rare_words
+        tokenizers, corpus.seed, corpus.limits, recipe.subword_sampling, rates, corpus.prefixes, terms, combinations
     )
 
 
-def learn_rare_words(corpus: PairCorpus) -> RareWords:
-    """Learn words of the training pairs, with their translations, that may take the places of others."""
-    return RareWords.learn(sample_pairs(zip(*corpus.sides(), strict=True), _MAX_LEARNED_PAIRS)[1])
+def _sample_pairs(corpus: PairCorpus) -> list[tuple[str, str]]:
+    return sample_pairs(zip(*corpus.sides(), strict=True), _MAX_LEARNED_PAIRS)[1]
+
+
+def learn_combinations(corpus: PairCorpus) -> Combinations:
+    """Learn words and parts of the training pairs that may take the places of others, once for a corpus."""
+    if "combinations" not in corpus.learned:
+        pairs = _sample_pairs(corpus)
+        corpus.learned["combinations"] = Combinations(RareWords.learn(pairs), Recombination(pairs[:_MAX_RECOMBINED]))
+    return corpus.learned["combinations"]
+
+
+def recombined_pairs(corpus: PairCorpus) -> list[tuple[str, str]]:
+    """Return pairs that recombination makes of training pairs, to see their words and lengths."""
+    if "recombined" not in corpus.learned:
+        random, recombination = Random(corpus.seed), learn_combinations(corpus).recombination
+        drawn = (recombination.draw(*pair, random) for pair in _sample_pairs(corpus)[:_RECOMBINED_PAIRS])
+        corpus.learned["recombined"] = pairs = [pair for pair in drawn if pair is not None]
+        if not pairs:
+            raise MetaphraseError(
+                "`augmentation.recombination` must be left out: no parts of pairs are found in others."
+            )
+        logger.info("%sRecombined %d of %d pairs, such as:", corpus.label, len(pairs), _RECOMBINED_PAIRS)
+        for source, target in pairs[:_EXAMPLES]:
+            logger.info("  %s\n    %s", source, target)
+    return corpus.learned["recombined"]
 
 
 class AugmentedPairs(EpochPairs):

@@ -44,7 +44,7 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.evaluate import ValidationSample
 from metaphrase.inference import Generator
 from metaphrase.ops.cpu_setup import has_fast_bfloat16
-from metaphrase.plugins import plugin
+from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.storage.folders import ADAPTATION_NAME
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.texts import read_lines
@@ -115,9 +115,10 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
         corpus = opened.corpus.with_recipe(recipe)
         with opened.arguments.main_process_first(desc="splitting the corpus"):
             load(corpus)
-        if (learn_rare_words := plugin("rare_words")) is not None:
-            augment = functools.partial(choose_augmentation, recipe, lambda: learn_rare_words(corpus))
+        if (learn_combinations := plugin("combinations")) is not None:
+            augment = functools.partial(choose_augmentation, recipe, lambda: learn_combinations(corpus))
             recipe = _from_first_process(recipe, augment)
+            corpus = corpus.with_recipe(recipe)
         tokenizers = make_tokenizers(recipe, corpus)
         recipe = choose_limits(recipe, _sample_lengths(corpus, tokenizers), corpus.longest)
         corpus = corpus.with_recipe(recipe)
@@ -149,13 +150,13 @@ def _choose_from_files(recipe: Recipe, corpus: PairCorpus) -> Recipe:
     train = corpus.splits["train"]
     has_open_size = recipe.is_open("num_validation")
     if recipe.num_test:
-        train = split_pairs(train, 0, recipe.num_test, data_seed(recipe))["train"]
+        train = split_pairs(train, 0, recipe.num_test, data_seed(recipe), recipe.keep_rare_words)["train"]
     recipe = choose_features(recipe, train)
     recipe = choose_from_text(recipe, CorpusProfile.of(train, corpus.scale))
     if has_open_size and recipe.num_validation:
         # Pairs with the same source stay together.
         sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
-        splits = rows_of_splits(train, sizes, data_seed(recipe))
+        splits = rows_of_splits(train, sizes, data_seed(recipe), recipe.keep_rare_words)
         recipe = recipe.replace(num_validation=len(splits["validation"]))
     if recipe.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
         recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
@@ -167,7 +168,10 @@ def _sample_lengths(corpus: PairCorpus, tokenizers: TokenizerPair) -> dict[str, 
     train = corpus.splits["train"]
     rows = [*range(0, len(train), -(-len(train) // _SAMPLE_PAIRS))]
     sample, encode = train.select(rows)[:], PairEncoder(tokenizers, None, None, too_long="truncate", empty="keep")
-    columns = encode(*(sample[side] for side in SIDES), rows)
+    if "recombination" in corpus.recipe.augmentation:
+        made = needed_plugin("recombined", "augmentation")(corpus)
+        sample = {side: [*sample[side], *(pair[index] for pair in made)] for index, side in enumerate(SIDES)}
+    columns = encode(*(sample[side] for side in SIDES), [*range(len(sample["source"]))])
     return {side: columns[name] for side, name in zip(SIDES, LENGTH_COLUMNS, strict=True)}
 
 

@@ -327,6 +327,9 @@ def choose_weights(recipe: Recipe, num_evaluations: float) -> Recipe:
     """Choose the weights of the best checkpoints, and an early end after half of the evaluations without a better score."""
     if recipe.is_set("average_last"):
         return recipe
+    if "recombination" in recipe.augmentation and recipe.is_open("average_best", "save_total_limit", "lora_rank"):
+        reason = "validation pairs are no deeper than those of training, so they cannot tell the last weights apart"
+        return recipe.choose(reason, average_last=_AVERAGED, save_total_limit=_AVERAGED)
     # An error rate tells weights apart that are exactly right equally often.
     metrics = recipe.metrics or ["bleu"] if decodes(recipe) else ["loss"]
     metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
@@ -417,6 +420,8 @@ _LONGEST = 1024
 _TEXT_NAMES = {"word": "symbols", "char": "short strings", "byte_bpe": "text"}
 # Share of pairs that get a rare word.
 _RARE_WORDS_SHARE = 0.3
+# Share of pairs that are made of parts of others.
+_RECOMBINED_SHARE = 0.3
 # A text is a label if each occurs so often.
 _LABEL_REPETITIONS = 20
 # A script with more letters writes words by signs of their own, as Chinese does. Longer texts are sentences, not words.
@@ -434,6 +439,8 @@ def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
         size = min(1000, max(pairs // 20, min(50, pairs // 5)))
         recipe = recipe.choose(f"no validation pairs are given, and there are {pairs:,} pairs", num_validation=size)
     kinds = side_kind(source, target), side_kind(target, source)
+    if kinds[0] == "word" and recipe.num_validation:
+        recipe = recipe.choose("words that training does not show are unknown", keep_rare_words=True)
     if recipe.is_open("tokenizer_name_or_path", "model_name_or_path"):
         recipe = choose_tokenizers(recipe, profile, kinds)
     tokenize = bleu_tokenize(target)
@@ -449,16 +456,24 @@ def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
     return recipe
 
 
-def choose_augmentation(recipe: Recipe, find_rare_words: Callable[[], Any]) -> Recipe:
-    """Choose to put rare words into the places of others, if both sides consist of symbols and there are such words."""
+def choose_augmentation(recipe: Recipe, learn_combinations: Callable[[], Any]) -> Recipe:
+    """Choose rare words in the places of others, and pairs made of parts, if both sides consist of symbols and there are such."""
     kinds = {recipe.tokenizer_kind, recipe.target_tokenizer_kind or recipe.tokenizer_kind}
     if kinds != {"word"} or not recipe.is_open("augmentation"):
         return recipe
-    words = {word for substitutes in find_rare_words().substitutes.values() for word in substitutes}
-    if not words:
-        return recipe
-    reason = f"{len(words)} words are seen only in places where other words are seen, too"
-    return recipe.choose(reason, augmentation={"rare_words": _RARE_WORDS_SHARE})
+    rare_words, recombination = learn_combinations()
+    words = {word for substitutes in rare_words.substitutes.values() for word in substitutes}
+    shares, reasons = {}, []
+    if words:
+        shares["rare_words"] = _RARE_WORDS_SHARE
+        reasons.append(f"{len(words)} words are seen only in places where other words are seen, too")
+    if recombination.num_additions or recombination.num_outer:
+        shares["recombination"] = _RECOMBINED_SHARE
+        reasons.append(
+            f"{recombination.num_additions} additions to sources predict known targets, and {recombination.num_outer:,} "
+            "pairs have another pair inside"
+        )
+    return recipe.choose("; ".join(reasons), augmentation=shares) if shares else recipe
 
 
 def choose_limits(

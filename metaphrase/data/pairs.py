@@ -250,7 +250,7 @@ READERS = {".tsv": read_tsv, ".csv": read_csv, ".jsonl": read_json, ".json": rea
 SPLITS = ("train", "validation", "test")
 LENGTH_COLUMNS = ("source_length", "target_length")
 # Changes of training pairs that a recipe may ask for.
-AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "terms", "rare_words")
+AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "terms", "rare_words", "recombination")
 
 Policy = Literal["error", "skip"]
 # Name of the task of a pair, where a run has several.
@@ -578,12 +578,13 @@ def data_seed(arguments: Any) -> int:
 
 
 def split_pairs(
-    dataset: datasets.Dataset, num_validation: int, num_test: int = 0, seed: int = 42
+    dataset: datasets.Dataset, num_validation: int, num_test: int = 0, seed: int = 42, keep_rare_words: bool = False
 ) -> datasets.DatasetDict:
     """Hold out validation and test pairs, so that no source text occurs in two splits. Each split keeps the order of the pairs.
 
     Pairs with the same source (except for white space around it) stay together. The choice depends on the seed and the
-    source texts alone, not on the order of the pairs or on library versions.
+    source texts alone, not on the order of the pairs or on library versions. `keep_rare_words` leaves a source in training that
+    has a word of no other source.
 
     Raises:
         MetaphraseError: If a number is negative, no pair would be left for training, or no groups of pairs add up to a number.
@@ -594,7 +595,7 @@ def split_pairs(
             f"got {num_validation} and {num_test}."
         )
     sizes = {"validation": num_validation, "test": num_test}
-    splits = rows_of_splits(dataset, sizes, seed)
+    splits = rows_of_splits(dataset, sizes, seed, keep_rare_words)
     for name, size in sizes.items():
         if len(splits[name]) != size:
             raise MetaphraseError(
@@ -604,14 +605,18 @@ def split_pairs(
     return datasets.DatasetDict({name: dataset.select(sorted(rows)) for name, rows in splits.items() if rows})
 
 
-def rows_of_splits(dataset: datasets.Dataset, sizes: dict[str, int], seed: int) -> dict[str, list[int]]:
+def rows_of_splits(
+    dataset: datasets.Dataset, sizes: dict[str, int], seed: int, keep_rare_words: bool = False
+) -> dict[str, list[int]]:
     """Return the rows of each split, with at most `sizes` rows. All other rows are for training."""
     groups: dict[str, list[int]] = defaultdict(list)
     for row, source in enumerate(column_texts(dataset, "source")):
         groups[source.strip()].append(row)
+    counts = Counter(word for source in groups for word in set(source.split())) if keep_rare_words else Counter()
     splits: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
     for source in sorted(groups, key=lambda source: hashlib.blake2b(f"{seed}\t{source}".encode()).digest()):
         rows = groups[source]
-        split = next((name for name, size in sizes.items() if len(splits[name]) + len(rows) <= size), "train")
+        free = (name for name, size in sizes.items() if len(splits[name]) + len(rows) <= size)
+        split = "train" if any(counts.get(word) == 1 for word in source.split()) else next(free, "train")
         splits[split].extend(rows)
     return splits

@@ -86,6 +86,8 @@ class PairCorpus:
         self.seed = data_seed(arguments)
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
+        # What augmentation learns from the training pairs.
+        self.learned: dict[str, Any] = {}
         self._check()
 
     def _check(self) -> None:
@@ -121,9 +123,9 @@ class PairCorpus:
         """Read all splits, unless they are read, and take validation and test pairs out of training."""
         if not self.splits:
             self.read()
-        num_validation, num_test = self.recipe.num_validation, self.recipe.num_test
-        if (num_validation and "validation" not in self.splits) or (num_test and "test" not in self.splits):
-            self.splits.update(split_pairs(self.splits["train"], num_validation, num_test, self.seed))
+        sizes = self.recipe.num_validation, self.recipe.num_test
+        if any(size and split not in self.splits for size, split in zip(sizes, ("validation", "test"), strict=True)):
+            self.splits.update(split_pairs(self.splits["train"], *sizes, self.seed, self.recipe.keep_rare_words))
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return the sources, without prefix, and the targets of training."""

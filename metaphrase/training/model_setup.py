@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -63,9 +64,11 @@ def make_tokenizers(recipe: Recipe, corpus: PairCorpus, checkpoint: str | None =
     if special := [*corpus.special_tokens, *recipe.special_tokens]:
         options["additional_special_tokens"] = special
     options |= {"kind": recipe.tokenizer_kind or "byte_bpe", "target_kind": recipe.target_tokenizer_kind}
+    made = needed_plugin("recombined", "augmentation")(corpus) if "recombination" in recipe.augmentation else []
+    sides = [chain(texts, [pair[side] for pair in made]) for side, texts in enumerate(corpus.sides())]
     # In a notebook, the bar of this library is a few empty lines.
     options["show_progress"] = not corpus.arguments.disable_tqdm and has_bar() and sys.stderr.isatty()
-    tokenizers = from_first_process(lambda: TokenizerPair.train(*corpus.sides(), joint=joint, **options))
+    tokenizers = from_first_process(lambda: TokenizerPair.train(*sides, joint=joint, **options))
     sizes = len(tokenizers.source), len(tokenizers.target)
     text = "Trained a joint tokenizer of %d entries." if joint else "Trained separate tokenizers of %d and %d entries."
     logger.info(text, *sizes[: 1 if joint else 2])

@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer, models
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from metaphrase.augmentation.augmentation import AugmentedPairs, Augmenter, RareWords, SubwordSampler
+from metaphrase.augmentation.augmentation import AugmentedPairs, Augmenter, SubwordSampler
+from metaphrase.augmentation.rare_words import RareWords
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import PairSource
 from metaphrase.data.token_budget import PairStream
@@ -118,11 +119,11 @@ def test_typos_change_a_source_by_letters_near(tokenizers):
 
 def test_rare_words_come_at_their_rate_on_both_sides_but_not_in_prefixes_and_special_tokens(tokenizers):
     rare, generator = RareWords({"dog": "Hund", "cat": "Katze"}, {"dog": {"cat": 1}}), random.Random(1)
-    augmenter = Augmenter(tokenizers, 0, LIMITS, rates={"rare_words": 0.3}, rare_words=rare)
+    augmenter = Augmenter(tokenizers, 0, LIMITS, rates={"rare_words": 0.3}, combinations=(rare, None))
     texts = [augmenter.change_texts("dog runs", "Hund läuft", generator) for _ in range(2000)]
     assert set(texts) == {("dog runs", "Hund läuft"), ("cat runs", "Katze läuft")}
     assert np.mean([source == "cat runs" for source, _ in texts]) == pytest.approx(0.3, abs=0.03)
-    options = {"rates": {"rare_words": 1.0}, "rare_words": rare, "prefixes": ["dog says: "]}
+    options = {"rates": {"rare_words": 1.0}, "combinations": (rare, None), "prefixes": ["dog says: "]}
     augmenter = Augmenter(tokenizers, 0, LIMITS, **options)
     changed = augmenter.change_texts("dog says: <2de> a  dog, a dog", "Hund und  Hund", generator)
     assert changed == ("dog says: <2de> a  dog, a cat", "Katze und  Katze")

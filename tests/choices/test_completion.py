@@ -1,4 +1,5 @@
 import json
+import logging
 import re
 from random import Random
 
@@ -8,6 +9,7 @@ from small_runs import write_pairs
 from subcommands import execute
 from tiny_generator import save_generator, tiny_generator
 
+from benchmarks.tasks.commands import make_commands
 from metaphrase import plugins
 from metaphrase.choices import completion
 from metaphrase.choices.completion import choose_columns, choose_dataset, complete, find_columns
@@ -99,6 +101,22 @@ def test_words_that_are_seen_in_few_places_are_shown_in_more(folder):
     assert ("a shark sees a shark here", "sees ( shark , shark , here )") in texts
     # Pieces hold parts of words.
     assert completed(*options, "--tokenizer_kind", "byte_bpe")[0].recipe.augmentation == {}
+
+
+def test_pairs_inside_others_make_longer_ones(folder, caplog):
+    short = [pair for pair in make_commands() if len(pair[1].split()) <= 8]
+    write_pairs(folder / "pairs.tsv", short)
+    with caplog.at_level(logging.INFO):
+        experiment, choices = completed("--num_beams", "1")
+    recipe = experiment.recipe
+    assert recipe.augmentation == {"recombination": 0.3} and recipe.keep_rare_words
+    assert re.search(r"recombination 0\.3 \(\d+ additions to sources predict known", "\n".join(choices))
+    # Validation pairs cannot tell how the weights decode longer ones.
+    assert (recipe.average_last, recipe.average_best, recipe.early_stopping_patience) == (3, None, None)
+    assert re.search(r"Recombined \d+ of 3000 pairs, such as:", caplog.text)
+    data = experiment.prepare().encoded["train"]
+    data.set_epoch(1)
+    assert max(len(pair["labels"]) for pair in data.__getitems__([*range(len(data))])) > 9
 
 
 @pytest.mark.parametrize(

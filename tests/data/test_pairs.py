@@ -248,6 +248,18 @@ def test_split_depends_on_seed_and_text_alone():
     assert first == turned == ["s10", "s2", "s22", "s46", "s7"] != other
 
 
+def test_sources_with_rare_words_stay_in_training():
+    pairs = [(f"a {word}", "x") for word in "bcdefg"] + [("h 1", "y"), ("h i 2", "y")]
+    pairs = in_memory([*pairs, ("b c", "z"), ("d e", "z")])
+    held_out = split_pairs(pairs, 3, 2, keep_rare_words=True)
+    # f, g, i, 1 and 2 stand in one source each.
+    words = {
+        word for split in ("validation", "test") for source in held_out[split]["source"] for word in source.split()
+    }
+    assert not words & {*"fgi12"}
+    assert split_pairs(pairs, 3, 2)["train"]["source"] != held_out["train"]["source"]
+
+
 def test_split_refuses_impossible_numbers():
     pairs = in_memory([("a", "1"), ("a", "2"), ("b", "3"), ("b", "4")])
     for numbers in ((4, 0), (2, 2), (-1, 0)):

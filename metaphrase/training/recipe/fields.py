@@ -115,6 +115,7 @@ class OwnFields(BaseModel):
     max_validation_samples: int | None = _data("Maximum number of validation pairs.", ge=1)
     max_test_samples: int | None = _data("Maximum number of test pairs.", ge=1)
     num_validation: int = _data("Number of training pairs to move to validation.", 0, ge=0)
+    keep_rare_words: bool = _data("Move no pair whose source has a word that no other source has.", False)
     num_test: int = _data("Number of training pairs to move to the test.", 0, ge=0)
 
     tasks: dict[str, dict] = _tasks("Several tasks: for each name, fields such as `train_file`, and `weight`.", {})
