@@ -193,7 +193,7 @@ def target_limits(model: Any, options: Mapping[str, Any], source_lengths: Iterab
     usual, most, length = map(settings.get, (*LONGER_SOURCES, "max_length"))
     if not (usual and length) or settings.get("max_new_tokens") or options.get("max_length"):
         return [None for _ in source_lengths]
-    doubled = (length * 2 ** max(0, math.ceil(math.log2(tokens / usual))) for tokens in source_lengths)
+    doubled = (length * 2 ** max(0, math.ceil(math.log2(max(1, tokens) / usual))) for tokens in source_lengths)
     return [limit if limit > length else None for limit in (min(limit, most or limit) for limit in doubled)]
 
 
