@@ -13,14 +13,14 @@ from metaphrase.augmentation.rare_words import find_translations
 _NEARLY_ALL = 0.99
 # Pairs that show how targets are written.
 _SHOWN_PAIRS = 500
-# Words of a source that is read.
-_MOST_WORDS = 64
+# Words of a source that is read. Targets of a pattern: with more, the pattern does not tell which belongs to which.
+_MOST_WORDS, _MOST_TARGETS = 64, 10
 # Words of an addition, and words before and behind it that its target may name.
 _LONGEST_ADDITION, _REACH = 8, 4
 # Words before an addition that must be as in training.
 _LEFT = 2
-# Known pairs that an addition must predict, and those for each word behind it.
-_LEAST_CHECKS, _LEAST_CHECKS_OF_WORD = 5, 3
+# Known pairs that an addition must predict, for a word behind it.
+_LEAST_CHECKS = 3
 # Two places are alike if pairs within them share so many neighbors.
 _ALIKE = 2 / 3
 _MAX_ADDITIONS, _MAX_DEPTH = 14, 12
@@ -45,6 +45,8 @@ class Link(NamedTuple):
 Statement = tuple[str | Link, ...]
 # A word, or the number of its class if the target follows it.
 Pattern = tuple[str | int, ...]
+# Symbols of a pattern before and behind a pair inside it.
+Place = tuple[str | int, str | int]
 
 
 class Reading(NamedTuple):
@@ -287,7 +289,7 @@ class Recombination:
         pairs = [pair for pair in pairs if pair[0].count(" ") < _MOST_WORDS]
         self.reader = PairReader(pairs)
         self._readings = [reading for pair in pairs if (reading := self.reader.read(*pair)) is not None]
-        # What stands behind each word in targets, and how often at most.
+        # Tokens behind each word in targets, and their highest number in one target.
         self._behind: dict[str, set] = defaultdict(set)
         uses: dict[str, set] = defaultdict(set)
         for reading in self._readings:
@@ -305,13 +307,15 @@ class Recombination:
                 self._most_behind[key] = max(self._most_behind[key], number)
             targets = self._known.setdefault(self._pattern(reading.words), {})
             targets.setdefault(reading.statements, []).append(reading.words)
+        self._known = {pattern: targets for pattern, targets in self._known.items() if len(targets) <= _MOST_TARGETS}
         self._most_words = _MAX_GROWTH * max((len(reading.words) for reading in self._readings), default=0)
         self._most_tokens = max((reading.num_tokens for reading in self._readings), default=0)
         self._has_places = self.reader.first_number is not None
         self._inner: dict[Pattern, list[tuple[int, int, Statement]]] = {}
-        self._neighbors: dict[tuple[str | int, str | int], set] = defaultdict(set)
+        self._neighbors: dict[Place, set] = defaultdict(set)
         self._outer: list[Reading] = []
-        self._fillers: dict[tuple[str | int, str | int], tuple[list[Reading], list[Reading]]] = {}
+        self._alike: dict[Place, set] = {}
+        self._fillers: dict[Place, tuple[list[Reading], list[Reading]]] = {}
         if not self._has_places:
             self._learn_exchanges()
         self._pairs_of_neighbors = {
@@ -460,10 +464,9 @@ class Recombination:
         evidence = {}
         for addition, words in counts.items():
             right = {word for word, (good, bad) in words.items() if good >= _NEARLY_ALL * (good + bad)}
-            right = {word for word in right if words[word][0] >= _LEAST_CHECKS_OF_WORD}
+            right = {word for word in right if words[word][0] >= _LEAST_CHECKS}
             wrong = {word for word, (good, bad) in words.items() if good < _NEARLY_ALL * (good + bad)}
-            num_right, num_wrong = (sum(words[word][0] for word in group) for group in (right, wrong))
-            if num_right >= max(_LEAST_CHECKS, num_wrong):
+            if right:
                 evidence[addition] = right, wrong
         return evidence
 
@@ -532,7 +535,7 @@ class Recombination:
                 several[place] += end > start + 1
                 crossing[place] += any(start < a < end < b or a < start < b < end for a, b, _ in spans_of[pattern])
         for pattern, spans in spans_of.items():
-            # Of two pairs that cross, one only seems to be inside: *look after walk* in *look after walk left*.
+            # Pairs that cross are not both inside: *look after walk* only seems to be in *look after walk left*.
             inner = [
                 (start, end, part)
                 for start, end, part in spans
@@ -545,27 +548,27 @@ class Recombination:
                 self._inner[pattern] = inner
                 sources = self._known[pattern].items()
                 self._outer += [Reading(words, target) for target, texts in sources for words in texts]
-        places = list(self._neighbors)
-        self._alike = {
-            place: set().union(*(self._neighbors[other] for other in places if self._are_alike(place, other)))
-            for place in places
-        }
 
     @staticmethod
     def _is_inside(part: Statement, target: Statement, start: int, end: int) -> bool:
         """True if the target has the part, and follows the words from `start` to `end` nowhere else."""
         rest = _replace(target, part, ())
-        is_other = any(isinstance(token, Link) and start <= token.word < end for token in rest)
-        return len(rest) < len(target) and not is_other
+        has_other = any(isinstance(token, Link) and start <= token.word < end for token in rest)
+        # A part without links could stand for other words.
+        return len(rest) < len(target) and not has_other and any(isinstance(token, Link) for token in part)
 
     @staticmethod
-    def _place_of(pattern: Pattern, start: int, end: int) -> tuple[str | int, str | int]:
+    def _place_of(pattern: Pattern, start: int, end: int) -> Place:
         padded = (_OUTSIDE, *pattern, _OUTSIDE)
         return padded[start], padded[end + 1]
 
-    def _are_alike(self, place: tuple[str | int, str | int], other: tuple[str | int, str | int]) -> bool:
-        one, two = self._neighbors[place], self._neighbors[other]
-        return len(one & two) >= _ALIKE * len(one | two)
+    def _find_alike(self, place: Place) -> set:
+        """Return the neighbors of all places that share most of theirs with a place."""
+        if place not in self._alike:
+            own, all_neighbors = self._neighbors[place], self._neighbors.values()
+            like = (other for other in all_neighbors if len(own & other) >= _ALIKE * len(own | other))
+            self._alike[place] = set().union(*like)
+        return self._alike[place]
 
     def _exchange(self, reading: Reading, random: Random, depth: int) -> Reading:
         """Return the reading with other pairs in the places of those inside it, and so on within the first of them."""
@@ -591,10 +594,10 @@ class Recombination:
                     break
         return reading
 
-    def _find_fillers(self, place: tuple[str | int, str | int]) -> tuple[list[Reading], list[Reading]]:
+    def _find_fillers(self, place: Place) -> tuple[list[Reading], list[Reading]]:
         """Return the pairs that may stand at a place, and those of them with a pair inside."""
         if place not in self._fillers:
-            known = self._alike[place]
+            known = self._find_alike(place)
             patterns = [(reading, self._pattern(reading.words)) for reading in self._readings]
             fitting = {pattern for _, pattern in patterns if {*pairwise((_OUTSIDE, *pattern, _OUTSIDE))} <= known}
             fillers = [(reading, pattern) for reading, pattern in patterns if pattern in fitting]
@@ -602,12 +605,13 @@ class Recombination:
             self._fillers[place] = [reading for reading, _ in fillers], outer
         return self._fillers[place]
 
-    def _fits(self, place: tuple[str | int, str | int], filler: Reading, filled: Reading) -> bool:
+    def _fits(self, place: Place, filler: Reading, filled: Reading) -> bool:
         """True if pairs with all the neighbors of the filler stand at a place in training."""
         neighbors = set(pairwise((_OUTSIDE, *self._pattern(filler.words), _OUTSIDE)))
         # Training cannot show what is longer than all of it, so there it counts what stands at like places.
-        known = self._alike if filled.num_tokens > self._most_tokens else self._neighbors
-        return len(filled.words) <= self._most_words and neighbors <= known[place]
+        is_longer = filled.num_tokens > self._most_tokens
+        known = self._find_alike(place) if is_longer else self._neighbors[place]
+        return len(filled.words) <= self._most_words and neighbors <= known
 
 
 def _fill(outer: Reading, filler: Reading, part: Statement, start: int, end: int) -> Reading:

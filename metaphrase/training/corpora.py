@@ -86,7 +86,7 @@ class PairCorpus:
         self.seed = data_seed(arguments)
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
-        # What augmentation learns from the training pairs.
+        # Parts of the training pairs that augmentation learns.
         self.learned: dict[str, Any] = {}
         self._check()
 

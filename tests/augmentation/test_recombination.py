@@ -1,10 +1,12 @@
 import os
 import random
+import re
 import subprocess
 import sys
 
 import pytest
 
+from benchmarks.tasks import semantic_parsing
 from benchmarks.tasks.commands import make_commands
 from metaphrase.augmentation.recombination import PairReader, Recombination
 
@@ -86,6 +88,17 @@ def test_recombined_pairs_are_right_and_deeper_than_those_of_training(meaning):
     assert max(source.count(" in ") + source.count(" on ") for source, _ in made) > 4
 
 
+def test_words_get_no_second_object_of_a_kind():
+    pairs = semantic_parsing.make_splits(num_train=4000, num_of_kind=2)["train"]
+    made = draw_all(Recombination(pairs), pairs[:1000])
+    assert len(made) > 500
+    for source, target in made:
+        roles = re.findall(r"\w+ \. \w+ \( x _ \d+", target)
+        assert len(roles) == len({*roles}), target
+        # *by* never comes without *was* in training.
+        assert source.split().count("by") <= source.split().count("was")
+
+
 def test_an_addition_reaches_places_where_training_never_shows_it():
     draw = random.Random(1)
 
@@ -114,6 +127,8 @@ def test_commands_inside_commands_make_longer_ones():
     short = [pair for pair in gold.items() if len(pair[1].split()) <= 22]
     made = draw_all(Recombination(short), random.Random(1).sample(short, 2000))
     known = [(source, target) for source, target in made if source in gold]
+    # Few are no commands, such as those with *twice twice*.
+    assert len(known) > 0.85 * len(made)
     assert sum(gold[source] == target for source, target in known) > 0.99 * len(known)
     longer = [source for source, target in known if len(target.split()) > 22]
     assert any("around left thrice" in source for source in longer)
@@ -128,6 +143,17 @@ def test_texts_without_such_parts_stay():
     assert draw_all(recombination, pairs) == []
     # Short strings, such as words with their sounds.
     assert Recombination([(word, " ".join(word)) for word in words]).num_additions == 0
+
+
+def test_work_grows_with_the_pairs_where_a_pattern_has_many_targets(monkeypatch):
+    draw, counts = random.Random(1), []
+    subtract = Recombination._subtract
+    monkeypatch.setattr(Recombination, "_subtract", lambda *words: counts.append(1) or subtract(*words))
+    pairs = []
+    for _ in range(600):
+        words = [f"s{draw.randrange(50)}" for _ in range(draw.randint(2, 5))]
+        pairs.append((" ".join(words), " , ".join(f"a{draw.randrange(9)} = t{word[1:]}" for word in words)))
+    assert Recombination(pairs).num_additions == 0 and len(counts) < 10 * len(pairs)
 
 
 def test_pairs_that_are_written_otherwise_are_not_read():

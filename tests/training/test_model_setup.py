@@ -139,7 +139,7 @@ def test_the_recipes_length_goes_over_that_of_the_base(given, settled):
 
 def test_longer_sources_may_have_longer_targets(settled):
     config = settled({}, usual_source_length=30, generation_max_length=None)
-    # As saved and loaded.
+    # Settings stay when they are saved and loaded.
     loaded = GenerationConfig.from_dict(json.loads(config.to_json_string()))
     assert (loaded.usual_source_length, loaded.max_length_limit, loaded.max_length) == (30, 256, 257)
     assert not hasattr(settled({"usual_source_length": 3}), "usual_source_length")
