@@ -565,8 +565,8 @@ class Recombination:
     def _find_alike(self, place: Place) -> set:
         """Return the neighbors of all places that share most of theirs with a place."""
         if place not in self._alike:
-            own, all_neighbors = self._neighbors[place], self._neighbors.values()
-            like = (other for other in all_neighbors if len(own & other) >= _ALIKE * len(own | other))
+            neighbors, all_neighbors = self._neighbors[place], self._neighbors.values()
+            like = (other for other in all_neighbors if len(neighbors & other) >= _ALIKE * len(neighbors | other))
             self._alike[place] = set().union(*like)
         return self._alike[place]
 
