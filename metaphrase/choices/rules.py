@@ -60,7 +60,7 @@ def _shown(before: Recipe, after: Recipe, name: str) -> str:
             f"{key} {size}" for key, size in after.model.items() if key not in before.model
         )
     if isinstance(value, dict):
-        value = " ".join(f"{key} {share:g}" for key, share in value.items())
+        value = " ".join(f"{key} {share:g}" for key, share in value.items()) or "none"
     elif isinstance(value, list):
         value = " ".join(map(str, value))
     elif isinstance(value, float):
@@ -244,6 +244,9 @@ def choose_from_tokens(
     is_largest = tokens.target <= size.max_target_tokens
     reason = "no larger network learns more from" if is_largest else "the time allows no larger network for"
     rate = dropout(reached * budget / tokens.both, recipe.subword_sampling is not None)
+    if "recombination" in recipe.augmentation:
+        # No two epochs have the same pairs, and a long target has many places for an error.
+        rate = 0.0
     recipe = with_network(recipe, f"{reason} {tokens.target:,} target tokens", size, dropout=rate)
     recipe = choose_optimizer(recipe, updates // 10, factor)
     return choose_evaluation(recipe, tokens, reached), updates * cost.seconds
@@ -459,8 +462,10 @@ def choose_from_text(recipe: Recipe, profile: CorpusProfile) -> Recipe:
 def choose_augmentation(recipe: Recipe, learn_combinations: Callable[[], Any]) -> Recipe:
     """Choose rare words in the places of others, and pairs made of parts, if both sides consist of symbols and there are such."""
     kinds = {recipe.tokenizer_kind, recipe.target_tokenizer_kind or recipe.tokenizer_kind}
-    if kinds != {"word"} or not recipe.is_open("augmentation"):
+    if not recipe.is_open("augmentation"):
         return recipe
+    if kinds != {"word"}:
+        return recipe.choose("pairs are recombined only if both sides are symbols", augmentation={})
     rare_words, recombination = learn_combinations()
     words = {word for substitutes in rare_words.substitutes.values() for word in substitutes}
     shares, reasons = {}, []
@@ -473,7 +478,8 @@ def choose_augmentation(recipe: Recipe, learn_combinations: Callable[[], Any]) -
             f"{recombination.num_additions} additions to sources predict known targets, and {recombination.num_outer:,} "
             "pairs have another pair inside"
         )
-    return recipe.choose("; ".join(reasons), augmentation=shares) if shares else recipe
+    reason = "; ".join(reasons) or "no words and parts of pairs can take the places of others"
+    return recipe.choose(reason, augmentation=shares)
 
 
 def choose_limits(

@@ -100,7 +100,9 @@ def test_words_that_are_seen_in_few_places_are_shown_in_more(folder):
     ]
     assert ("a shark sees a shark here", "sees ( shark , shark , here )") in texts
     # Pieces hold parts of words.
-    assert completed(*options, "--tokenizer_kind", "byte_bpe")[0].recipe.augmentation == {}
+    experiment, choices = completed(*options, "--tokenizer_kind", "byte_bpe")
+    assert experiment.recipe.augmentation == {}
+    assert "augmentation none (pairs are recombined only if both sides are symbols)" in choices
 
 
 def test_pairs_inside_others_make_longer_ones(folder, caplog):
