@@ -6,16 +6,17 @@ from pathlib import Path
 
 from . import commands, corpora, inflection, normalization, paradigms, recall, semantic_parsing, slog, transliteration
 
-Splits = dict[str, list[tuple[str, str]]]
+# Source and target, or lemma, form and features.
+Splits = dict[str, list[tuple[str, ...]]]
 
 GENERATED: dict[str, Callable[[], Splits]] = {
     "commands": commands.make_splits,
     "commands_length": commands.make_length_splits,
     "commands_primitive": commands.make_primitive_splits,
     "inflection": inflection.make_splits,
-    "inflection_agglutinative": lambda: paradigms.as_pairs(paradigms.make_agglutinative()),
-    "inflection_copies": lambda: paradigms.as_pairs(paradigms.make_copies()),
-    "inflection_features": lambda: paradigms.as_pairs(paradigms.make_agglutinative(hold_out=True)),
+    "inflection_agglutinative": paradigms.make_agglutinative,
+    "inflection_copies": paradigms.make_copies,
+    "inflection_features": partial(paradigms.make_agglutinative, hold_out=True),
     "normalization": normalization.make_splits,
     "recall": recall.make_splits,
     "semantic": semantic_parsing.make_splits,
@@ -61,8 +62,7 @@ def write_task(name: str, folder: Path, data_dir: Path | None = None) -> None:
         raise ValueError(f"`data_dir` must name the folder of the corpora for the task {name}, got None.")
     # The training pairs come last: they show that the task is complete.
     for split in sorted(splits, key=lambda split: split == "train"):
-        pairs = [pair for pair in splits[split] if all(text.strip() for text in pair)]
-        lines = [f"{source}\t{target}\n" for source, target in pairs]
+        lines = ["\t".join(pair) + "\n" for pair in splits[split] if all(text.strip() for text in pair)]
         path = folder / name / f"{split}.tsv"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(lines), encoding="utf-8")

@@ -1,6 +1,4 @@
-"""Inflection in two more invented languages, as triples of lemma, features and form.
-
-The features are written as in the files of SIGMORPHON (`N;PL;PSS1S;ACC`). `as_pairs` makes the two columns of other tasks.
+"""Inflection in two more invented languages, as triples of lemma, form and features such as `N;PL;PSS1S;ACC`.
 
 - `inflection_agglutinative`: a noun with endings for number, possessor and case. Their vowels harmonize with the vowel
   before them. Consonants assimilate, stops soften before a vowel, and some stems lose a vowel there (*torum*: *tormu*).
@@ -34,14 +32,6 @@ VERB_FORMS = {
     for tense, (prefix, ending) in TENSES.items()
     for number, plural in (("SG", ""), ("PL", "u"))
 }
-
-
-def as_pairs(splits: Splits) -> dict[str, list[tuple[str, str]]]:
-    """Return `lemma V PST 3 SG` and the form for each triple."""
-    return {
-        split: [(f"{lemma} {features.replace(';', ' ')}", form) for lemma, features, form in triples]
-        for split, triples in splits.items()
-    }
 
 
 def attach(word: str, ending: str) -> str:
@@ -88,7 +78,7 @@ def make_agglutinative(num_train: int = 7000, hold_out: bool = False, seed: int 
     for noun in sorted({make_noun(draw) for _ in range(700)}):
         for cell in product(NUMBERS, POSSESSORS, CASES):
             is_held_out = hold_out and any(features <= set(cell) for features in HELD_OUT)
-            triple = noun, ";".join(["N", *filter(None, cell)]), decline(noun, *cell)
+            triple = noun, decline(noun, *cell), ";".join(["N", *filter(None, cell)])
             (held_out if is_held_out else triples).append(triple)
     draw.shuffle(triples)
     draw.shuffle(held_out)
@@ -128,4 +118,4 @@ def make_copies(num_train: int = 7000, seed: int = 9) -> Splits:
         "validation": seen[:250] + unseen[:250],
         "test": seen[250:750] + unseen[250:],
     }
-    return {split: [(*cell, conjugate(*cell)) for cell in chosen] for split, chosen in cells.items()}
+    return {split: [(verb, conjugate(verb, cell), cell) for verb, cell in chosen] for split, chosen in cells.items()}

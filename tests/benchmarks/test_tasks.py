@@ -17,8 +17,9 @@ ROLE = r"(agent|theme|recipient|ccomp|xcomp|nmod)"
 
 
 def check_disjoint(splits):
-    train = {source for source, _ in splits["train"]}
-    assert not train & {source for split, pairs in splits.items() if split != "train" for source, _ in pairs}
+    train = {(source, *features) for source, _, *features in splits["train"]}
+    others = chain(*(pairs for split, pairs in splits.items() if split != "train"))
+    assert not train & {(source, *features) for source, _, *features in others}
 
 
 @pytest.mark.parametrize(("task", "kinds", "in_test"), [(semantic_parsing, 24, 21), (slog, 17, 17)])
@@ -87,10 +88,10 @@ def test_inflection_and_transliteration():
         sizes = [len(splits[split]) for split in ("train", "validation", "test")]
         assert sizes == [8000 if name == "transliteration" else 7000, 500, 1000]
     copies = pairs["inflection_copies"]
-    train, test = ([source.split()[0] for source, _ in copies[split]] for split in ("train", "test"))
+    train, test = ([lemma for lemma, *_ in copies[split]] for split in ("train", "test"))
     assert sum(lemma not in set(train) for lemma in test) == 500
     splits = pairs["inflection_features"]
-    shown, asked = ([set(source.split()) for source, _ in splits[name]] for name in ("train", "test_systematic"))
+    shown, asked = ([{*features.split(";")} for *_, features in splits[name]] for name in ("train", "test_systematic"))
     for features in HELD_OUT:
         assert any(features <= cell for cell in asked) and not any(features <= cell for cell in shown)
     assert [decline(noun, "SG", "", "ACC") for noun in ("torum", "kitap", "gözü")] == ["tormu", "kitabı", "gözüvü"]
