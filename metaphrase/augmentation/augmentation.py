@@ -31,7 +31,7 @@ _MAX_TERMS = 3
 _IDS = ("input_ids", "labels")
 # Pairs on which the growth of the lengths is measured.
 _MEASURED_PAIRS = 1000
-_WORDS_PER_TYPO = 10
+_WORDS_PER_TYPO = _WORDS_PER_RARE_WORD = 10
 _END_PUNCTUATION = ".!?…。！？؟।"
 Ids = tuple[int, ...]
 # Words and states of words in memory, of about 1 KB each. The first ones stay: frequent words come early in a text.
@@ -231,13 +231,15 @@ class Augmenter:
             if not has_tokens and (pair := recombination.draw(source, target, random)) is not None:
                 source, target = pair
         if rates["rare_words"] and random.random() < rates["rare_words"]:
-            bare = (" ".join(self._unchanged.split(text)[::2]) for text in (source, target))
-            if drawn := rare_words.draw(*bare, random):
-                replace = (
-                    partial(re.compile(rf"(?<!\S){re.escape(old)}(?!\S)").sub, lambda _, new=new: new)
-                    for old, new in drawn
-                )
-                source, target = map(self._outside_tokens, replace, (source, target))
+            # A recombined pair is long, and may take the place of one with a rare word.
+            for _ in range(1 + source.count(" ") // _WORDS_PER_RARE_WORD):
+                bare = (" ".join(self._unchanged.split(text)[::2]) for text in (source, target))
+                if drawn := rare_words.draw(*bare, random):
+                    replace = (
+                        partial(re.compile(rf"(?<!\S){re.escape(old)}(?!\S)").sub, lambda _, new=new: new)
+                        for old, new in drawn
+                    )
+                    source, target = map(self._outside_tokens, replace, (source, target))
         case, has_missing, has_typos, has_terms = (random.random() for _ in range(4))
         if case < rates["uppercase"] + rates["titlecase"]:
             capitalize = partial(re.sub, r"\S+", lambda word: word[0][:1].upper() + word[0][1:])

@@ -282,6 +282,9 @@ class Recombination:
 
     Source: Andreas 2020, section 3, arXiv 1904.09545: fragments that share an environment are interchangeable. The additions
     are differences of two pairs instead, and repeated.
+
+    Attributes:
+        has_places: True if numbers in the targets are places of source words.
     """
 
     def __init__(self, pairs: Iterable[tuple[str, str]]):
@@ -310,13 +313,13 @@ class Recombination:
         self._known = {pattern: targets for pattern, targets in self._known.items() if len(targets) <= _MOST_TARGETS}
         self._most_words = _MAX_GROWTH * max((len(reading.words) for reading in self._readings), default=0)
         self._most_tokens = max((reading.num_tokens for reading in self._readings), default=0)
-        self._has_places = self.reader.first_number is not None
+        self.has_places = self.reader.first_number is not None
         self._inner: dict[Pattern, list[tuple[int, int, Statement]]] = {}
         self._neighbors: dict[Place, set] = defaultdict(set)
         self._outer: list[Reading] = []
         self._alike: dict[Place, set] = {}
         self._fillers: dict[Place, tuple[list[Reading], list[Reading]]] = {}
-        if not self._has_places:
+        if not self.has_places:
             self._learn_exchanges()
         self._pairs_of_neighbors = {
             pair for pattern in self._known for pair in pairwise((_OUTSIDE, *pattern, _OUTSIDE))
@@ -404,7 +407,7 @@ class Recombination:
     ) -> Addition | None:
         """Return the addition that makes the longer target of the shorter one, if there is one."""
         shorter = tuple(_shift(statement, start, end - start) for statement in shorter)
-        if self._has_places:
+        if self.has_places:
             rest = Counter(longer)
             rest.subtract(shorter)
             if min(rest.values()) < 0:
@@ -433,7 +436,7 @@ class Recombination:
     def _apply(self, addition: Addition, reading: Reading, start: int, words: Pattern) -> Reading | None:
         statements = [_shift(statement, start, len(words)) for statement in reading.statements]
         added = [_shift(statement, _FAR, start) for statement in addition.statements]
-        if self._has_places:
+        if self.has_places:
             statements = sorted([*statements, *added], key=_first_place)
         else:
             [target] = statements
@@ -473,7 +476,7 @@ class Recombination:
     def _add(self, reading: Reading, random: Random) -> Reading:
         """Return the reading with additions, most of them of one kind, each behind the one before."""
         kind, end = None, None
-        for _ in range(random.randint(1, random.randint(1, _MAX_ADDITIONS))):
+        for _ in range(random.randint(1, _MAX_ADDITIONS)):
             pattern = self._pattern(reading.words)
             choices = [place for place in self._find_places(pattern) if self._is_open(pattern, *place)]
             if kind is None or random.random() < 0.2:

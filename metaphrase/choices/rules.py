@@ -478,6 +478,9 @@ def choose_augmentation(recipe: Recipe, learn_combinations: Callable[[], Any]) -
             f"{recombination.num_additions} additions to sources predict known targets, and {recombination.num_outer:,} "
             "pairs have another pair inside"
         )
+        if recombination.has_places and recipe.is_open("preset", "model_name_or_path"):
+            # Numbers in targets are places in sources, and rotary positions tell distances alone.
+            recipe = recipe.replace(model={"position_embedding_type": "sinusoidal", **recipe.model})
     reason = "; ".join(reasons) or "no words and parts of pairs can take the places of others"
     return recipe.choose(reason, augmentation=shares)
 

@@ -1,6 +1,7 @@
 import math
 import unicodedata
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -12,6 +13,7 @@ from metaphrase.choices.rules import (
     SideProfile,
     StepCost,
     TokenProfile,
+    choose_augmentation,
     choose_from_text,
     choose_from_tokens,
     choose_limits,
@@ -278,6 +280,19 @@ def test_rates_and_dropout_fall_as_they_should():
     tokens = TokenProfile(10**7, 25 * 10**7, 25 * 10**7, 300)
     # Much text is read three times.
     assert useful_updates(tokens, 16_384) == round(3 * tokens.both / 16_384) and useful_updates(tokens, 1024) == 10**5
+
+
+def test_numbers_of_places_need_absolute_positions():
+    recipe = Recipe(train_file="pairs.tsv", tokenizer_kind="word")
+    rare_words, parts = SimpleNamespace(substitutes={}), {"num_additions": 3, "num_outer": 0}
+    for has_places, positions in ((True, "sinusoidal"), (False, None)):
+        recombination = SimpleNamespace(**parts, has_places=has_places)
+        chosen = choose_augmentation(recipe, lambda parts=(rare_words, recombination): parts)
+        assert chosen.augmentation == {"recombination": 0.3}
+        assert chosen.model.get("position_embedding_type") == positions
+    given = recipe.replace(model={"position_embedding_type": "learned"})
+    recombination = SimpleNamespace(**parts, has_places=True)
+    assert choose_augmentation(given, lambda: (rare_words, recombination)).model == given.model
 
 
 def test_the_best_weights_and_the_beams_are_chosen_on_validation_pairs():
