@@ -10,19 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import (
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-)
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
-from transformers.utils import logging as transformers_logging
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.progress import ProgressLines
-from metaphrase.training.distributed import from_first_process, has_several_processes
+from metaphrase.training.distributed import from_first_process
 from metaphrase.training.recipe.fields import DECODING
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -85,21 +78,14 @@ class TimeBudget(EarlyEnd):
 
     def __init__(self, deadline: float, final_share: float, seconds: float):
         self.deadline, self.final_share, self.seconds = deadline, final_share, seconds
-        self.start, self.reserved = time.time(), 0.0
-        # Progress of the first process at the last update, if there are several.
-        self._shared: float | None = None
-
-    @property
-    def progress(self) -> float:
-        return self._measure() if self._shared is None else self._shared
+        self.start, self.reserved, self.progress = time.time(), 0.0, 0.0
 
     def _measure(self) -> float:
         return (time.time() - self.start) / max(1e-9, self.deadline - self.reserved - self.start)
 
     def on_optimizer_step(self, *_, **__):
         # The step of the schedule follows.
-        if has_several_processes():
-            self._shared = from_first_process(self._measure)
+        self.progress = from_first_process(self._measure)
 
     def is_due(self) -> bool:
         return self.progress >= 1
@@ -248,18 +234,6 @@ def with_plain_lines(trainer: Trainer, deadline: float = math.inf) -> Trainer:
     if trainer.pop_callback(PrinterCallback) or trainer.pop_callback(ProgressCallback):
         trainer.add_callback(ProgressLog(deadline))
     return trainer
-
-
-@contextlib.contextmanager
-def without_weight_bars() -> Iterator[None]:
-    """Hide transformers' bars for loading and saving weights, since each checkpoint would show two."""
-    is_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            transformers_logging.enable_progress_bar()
 
 
 def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback], control: TrainerControl) -> None:

@@ -18,7 +18,7 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import ENSEMBLE_NAME, WriteLock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.recipe.fields import DECODING, OWN_FIELDS, check_conflicts, group_of
-from metaphrase.training.recipe.recipe import METRIC_SCHEDULES, Recipe, is_better_lower, saved_recipe
+from metaphrase.training.recipe.recipe import Recipe, is_better_lower, saved_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +210,8 @@ _FREE = {"data_dir", "pairs_in_buffer", "source_language", "target_language", "v
 _FREE |= {f"{split}{kind}" for split in ("validation", "test") for kind in ("_file", "_source_file", "_target_file")}
 _FREE |= {"max_validation_samples", "max_test_samples", "dataset_validation_split", "dataset_test_split"}
 _FREE |= {"average_last", "average_best", "r_drop_alpha", "r_drop_start_step"}
+# A fault may have ended the run. The pairs are compared by themselves.
+_FREE |= {"malformed", "invalid_utf8"}
 # Fields of transformers that a resumed run may not change. The checkpoint's optimizer would silently keep its old settings, and
 # the seeds decide which pairs are taken out of training, and their order.
 _SETTLED_TRAINING: tuple[str, ...] = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
@@ -221,8 +223,6 @@ _ALTERNATIVES = (
     ("max_steps", "num_train_epochs"),
     ("average_last", "average_best"),
 )
-# Fields that may become `skip` after a fault has ended a run.
-_FAULTS = ("malformed", "invalid_utf8")
 
 
 def discard_model(folder: Path) -> None:
@@ -329,10 +329,7 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
         return
     before, now = _settled_values(saved_recipe(path)), _settled_values(recipe)
     for name in sorted(before.keys() | now.keys()):
-        old, new = before.get(name), now.get(name)
-        # The data read so far had no fault.
-        is_more_lenient = name.rpartition(".")[2] in _FAULTS and (old, new) == ("error", "skip")
-        if old != new and not is_more_lenient:
+        if (old := before.get(name)) != (new := now.get(name)):
             raise MetaphraseError(
                 f"`{name}` must stay as it was when a run is resumed, got {new!r}, and {old!r} in {path}. "
                 "To change it, start a new run in another folder by --output_dir."
@@ -342,9 +339,6 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
 def _settled_values(recipe: Recipe) -> dict[str, Any]:
     """Return the values of all fields that may not change. Keys of a mapping become names with a dot."""
     names = [name for name in OWN_FIELDS if group_of(name) not in _FREE_GROUPS] + [*_SETTLED_TRAINING]
-    if recipe.lr_scheduler_type in METRIC_SCHEDULES:
-        # The schedule compares values of the metric before and after.
-        names += ["metric_for_best_model", "greater_is_better"]
     values, pending = {}, [(name, getattr(recipe, name)) for name in names]
     for name, value in pending:
         if isinstance(value, dict):

@@ -69,11 +69,6 @@ def variables_of_slurm(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: variables.get(name, value) for name, value in values.items()}
 
 
-def has_several_processes() -> bool:
-    """Return True if this process is in a group with others."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 @functools.cache
 def _group_on_cpu(world: Any) -> Any:
     # No accelerator has to wait for what is sent here. `world` is the default group, which another one may follow.
@@ -85,7 +80,7 @@ def from_first_process(function: Callable[[], Value]) -> Value:
 
     All processes must call this. The value must be such that it can be pickled.
     """
-    if not has_several_processes():
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
         return function()
     # Made before the first process works, since a group is waited for less long than its values.
     group = _group_on_cpu(distributed.group.WORLD)

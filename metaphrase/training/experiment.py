@@ -37,7 +37,6 @@ from metaphrase.training.callbacks import (
     final_share,
     parse_seconds,
     with_plain_lines,
-    without_weight_bars,
 )
 from metaphrase.training.checkpoints import (
     DATA_REPORT_NAME,
@@ -140,7 +139,7 @@ class Experiment:
                 another run writes to the folder.
         """
         lock = only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext()
-        with lock, without_weight_bars():
+        with lock:
             # A dry run skips these checks.
             if (count := self.arguments.n_gpu) > 1:
                 # `torch.nn.DataParallel` would cut packed rows, and the two passes of R-Drop, in pieces.

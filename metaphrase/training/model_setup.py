@@ -21,7 +21,6 @@ from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.distributed import from_first_process, whole_shape
 from metaphrase.training.recipe.recipe import Recipe
-from metaphrase.training.training_loss import check_r_drop
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +98,6 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
         longer = recipe.usual_source_length, data.corpus.longest[1] or MAX_TOKENS_WITHOUT_POSITIONS
         # With this mark, transformers would not load settings that it does not know.
         vars(model.generation_config).update(zip(LONGER_SOURCES, longer, strict=True), _from_model_config=None)
-    if recipe.r_drop_alpha:
-        check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
     if recipe.freeze and recipe.freeze_steps is None:
         needed_plugin("freeze", "freeze")(model, recipe.freeze)
     if recipe.lora_rank is not None:

@@ -69,7 +69,7 @@ from metaphrase.training.distributed import (
     saves_whole_weights,
     seed_process,
 )
-from metaphrase.training.training_loss import TrainingLoss, check_r_drop, repeat_batch, smooths_labels
+from metaphrase.training.training_loss import TrainingLoss, repeat_batch, smooths_labels
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ _READ_THE_MODEL = ("lomo", "galore", "apollo")
 _MOST_UPDATES, _MOST_UPDATES_IN_FLOAT16 = 2, 30
 # Packed rows in half precision have a multiple of this many tokens, so that kernels meet few lengths.
 TOKENS_MULTIPLE = 32
-# Collators that only pad, which a packed row does not need. A subclass may do more.
+# Collators that only pad, which a packed row does not need. A subclass may do more, and gets padded batches.
 _PLAIN_COLLATORS = (PairCollator, PackedCollator, DataCollatorForSeq2Seq, DataCollatorWithPadding)
 
 
@@ -201,10 +201,10 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.label_smoother = None
         if self.compute_loss_func is not None:
             raise MetaphraseError(f"`compute_loss_func` must be left out, got {self.compute_loss_func}.")
-        if self.r_drop_alpha:
-            # The passes may differ by other noise than the model's dropout.
-            check_r_drop(self.model, other_dropout=1.0)
         if not smooths_labels(self.model):
+            if self.r_drop_alpha:
+                kind = type(self.model).__name__
+                raise MetaphraseError(f"`r_drop_alpha` must come with a Metaphrase model, got a {kind}.")
             # Models of other families neither smooth labels nor divide by the labels of the whole step.
             self.compute_loss_func = self._loss_of_logits
         if not saves_whole_weights(self.accelerator.state):
@@ -273,13 +273,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         is_sized, has_budget = hasattr(dataset, "__len__"), self.max_tokens_per_batch is not None
         if is_training and has_budget:
             check_beside_budget(arguments, self.max_tokens_per_batch)
-            is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
-            if self.packs_pairs and not is_plain:
-                raise MetaphraseError(
-                    "`data_collator` must be one that only pads with `max_tokens_per_batch` and a model that reads packed "
-                    f"rows, got a {type(self.data_collator).__name__}, which packing does not call. Set the model's "
-                    "`supports_packing` to false."
-                )
             return self._loader_by_budget(dataset, is_training)
         if description == "Evaluation" and has_budget and is_sized and {*LENGTH_COLUMNS} <= columns:
             needs_loss_alone = arguments.prediction_loss_only or self.decodes or self.compute_metrics is None
@@ -324,8 +317,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
 
     @property
     def packs_pairs(self) -> bool:
-        """True if the model reads packed rows."""
-        return getattr(self.accelerator.unwrap_model(self.model), "supports_packing", False)
+        """True if the model reads packed rows, and the collator may be replaced."""
+        is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
+        return is_plain and getattr(self.accelerator.unwrap_model(self.model), "supports_packing", False)
 
     def _each_pair_once(self, batches: Iterable[Mapping]) -> Iterator[Mapping]:
         for batch in batches:

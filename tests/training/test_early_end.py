@@ -37,6 +37,7 @@ def test_training_ends_in_time_with_a_low_rate(tmp_path, monkeypatch):
     # A fifth of the time is kept for the scores. Half of the other 100 seconds is over after one step.
     clock[0] += 50
     optimizer.step()
+    budget.on_optimizer_step()
     scheduler.step()
     assert scheduler.get_last_lr() == [pytest.approx(0.5)]
     budget.on_step_end(arguments, state, control)
@@ -44,9 +45,11 @@ def test_training_ends_in_time_with_a_low_rate(tmp_path, monkeypatch):
     # The last evaluation, and final scores of twice its duration: 95 of 125 seconds remain for training.
     budget.on_evaluate(arguments, state, control, metrics={"eval_runtime": 10.0})
     clock[0] += 44
+    budget.on_optimizer_step()
     budget.on_step_end(arguments, state, control)
     assert not control.should_training_stop
     clock[0] += 2
+    budget.on_optimizer_step()
     budget.on_step_end(arguments, state, control)
     assert control.should_training_stop and control.should_evaluate and control.should_save
     scheduler.step()
