@@ -22,11 +22,11 @@ from metaphrase.analysis.pages import (
 )
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import METRICS, check_references, metric_options, write_metrics
-from metaphrase.hub_card.figures import LOWER_IS_BETTER
 from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.parsers import check_dependents, given_options
 from metaphrase.storage.folders import check_writable
 from metaphrase.tokenization import iterate_lines
+from metaphrase.training.recipe.recipe import LOWER_IS_BETTER
 
 logger = logging.getLogger(__name__)
 

@@ -40,12 +40,6 @@ def attention(arguments: argparse.Namespace) -> None:
     """Run `metaphrase attention MODEL`: show cross-attention as a picture or a word alignment."""
     form = arguments.format or ("pharaoh" if Path(arguments.output or "").suffix in (".align", ".txt") else "png")
     output = arguments.output or DEFAULT_OUTPUTS[form]
-    for name, text, file in (
-        ("source", arguments.source, arguments.input),
-        ("target", arguments.target, arguments.target_input),
-    ):
-        if text is not None and file is not None:
-            raise MetaphraseError(f"`{name}` must be given as text or as a file, got both: {text[0]!r} and {file!r}.")
     check_files(given_options(arguments, ("input", "target_input")), output)
     sources = list(arguments.source or iterate_lines(arguments.input, arguments.max_line_characters))
     targets = arguments.target

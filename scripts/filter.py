@@ -17,7 +17,7 @@ from metaphrase.filtering.rules import RULES, FilterSettings
 from metaphrase.filtering.run import filter_pairs, format_report, partial_path, sample_pairs
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
-from metaphrase.scripts.parsers import given_options
+from metaphrase.scripts.parsers import check_dependents, given_options
 from metaphrase.storage.folders import VOCABULARY_MAP_NAME, file_in_one_step
 from metaphrase.storage.hints import did_you_mean
 from metaphrase.storage.loading import check_model_folder
@@ -27,12 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> None:
+    check_dependents(arguments, forward_model="backward_model", backward_model="forward_model")
     names = ("file", "source_column", "target_column", "max_line_characters")
     files = {"source_file": arguments.source, "target_file": arguments.target}
-    origins = tuple(path is not None for path in (arguments.file, arguments.source, arguments.target))
-    if origins not in ((True, False, False), (False, True, True)):
-        shown = f"{arguments.file}, {arguments.source} and {arguments.target}"
-        raise MetaphraseError(f"Pairs must come from FILE, or from `source` and `target`, got {shown}.")
     source = PairSource(**files, **given_options(arguments, names))
     if check_outputs(arguments, source.paths):
         logger.info("%s is complete, and there is no unfinished run.", arguments.output[0])
@@ -97,11 +94,6 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
             raise MetaphraseError(f"`{options[0]}` or `{options[1]}` must be given with the rule `{rule}`, got None.")
         if not any(is_given):
             rules.discard(rule)
-    if (settings.forward_model is None) != (settings.backward_model is None):
-        raise MetaphraseError(
-            "`forward_model` and `backward_model` must both be given for the rule `dual_cross_entropy`, "
-            f"got {settings.forward_model!r} and {settings.backward_model!r}."
-        )
     return replace(settings, rules=tuple(rule for rule in RULES if rule in rules))
 
 

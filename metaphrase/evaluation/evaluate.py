@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from metaphrase.data.collators import PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import TASK_COLUMN
-from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import NUM_BOOTSTRAP_SAMPLES, check_references, compute_metrics, metric_options
 from metaphrase.inference import Generator
 from metaphrase.inference.batches import longest_target
@@ -92,9 +91,6 @@ def evaluate_generator(
         MetaphraseError: If the texts differ in number or are none, or the references cannot be encoded without their language.
     """
     references = generator.tokenizers.as_decoded(targets) if references is None else references
-    if not len(sources) == len(targets) == len(references) > 0:
-        counts = f"{len(sources)}, {len(targets)} and {len(references)}"
-        raise MetaphraseError(f"Sources, targets and references must be equally many and not empty, got {counts}.")
     # Generation takes long: check first.
     check_references(references, metrics, "references")
     if generator.is_single:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from metaphrase.data.collators import PairCollator
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.progress import progress_bar
 from metaphrase.modeling.pipelines import override_lengths
@@ -336,16 +337,12 @@ def _make_generate(
 
 def pad_sources(sources: list[Sequence[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return `input_ids` and `attention_mask` `(batch, source)`, padded on the right."""
-    width = max(len(source) for source in sources)
-    pad = model.config.pad_token_id or 0
-    ids = [list(source) + [pad] * (width - len(source)) for source in sources]
-    mask = [[1] * len(source) + [0] * (width - len(source)) for source in sources]
-    num_rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    batch = PairCollator(model.config.pad_token_id or 0)([{"input_ids": source} for source in sources])
+    num_rows, ids = getattr(model.get_input_embeddings(), "num_embeddings", None), batch["input_ids"]
     # A tokenizer may have more entries than its model. On a GPU, torch's error would name no id.
-    if num_rows is not None and width and (largest := max(map(max, ids))) >= num_rows:
+    if num_rows is not None and ids.numel() and (largest := ids.max().item()) >= num_rows:
         raise MetaphraseError(f"Token ids must be rows of the model's embedding, below {num_rows}, got {largest}.")
-    columns = {"input_ids": ids, "attention_mask": mask}
-    return {name: torch.tensor(rows, device=model.device) for name, rows in columns.items()}
+    return {name: tensor.to(model.device) for name, tensor in batch.items()}
 
 
 def _sum_log_probs(steps: Sequence[torch.Tensor] | None, rows: Sequence[Sequence[int]]) -> list[float]:

@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.storage.folders import ENSEMBLE_NAME, WriteLock
+from metaphrase.storage.folders import ENSEMBLE_NAME, WriteLock, write_json
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.recipe.fields import DECODING, OWN_FIELDS, check_conflicts, group_of
 from metaphrase.training.recipe.recipe import Recipe, is_better_lower, saved_recipe
@@ -108,8 +108,7 @@ def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
     unfinished = checkpoint.parent / UNFINISHED_NAME / checkpoint.name
     files = [path for path in sorted(unfinished.rglob("*")) if path.is_file() and path.name != PROGRESS_NAME]
     sizes = {path.relative_to(unfinished).as_posix(): path.stat().st_size for path in files}
-    text = json.dumps({**progress, "files": sizes}, indent=2)
-    (unfinished / PROGRESS_NAME).write_text(text + "\n", encoding="utf-8")
+    write_json(unfinished / PROGRESS_NAME, {**progress, "files": sizes})
     for path in [*unfinished.rglob("*"), unfinished]:
         _flush(path)
     if checkpoint.exists():

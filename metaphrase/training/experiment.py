@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import json
 import logging
 import math
 import time
@@ -28,6 +27,7 @@ from metaphrase.evaluation.metrics import DEFAULT_METRICS, write_metrics
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import as_lines
 from metaphrase.plugins import needed_plugin, plugin
+from metaphrase.storage.folders import write_json
 from metaphrase.storage.loading import refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.callbacks import (
@@ -211,8 +211,8 @@ class Experiment:
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({split: report.to_dict() for split, report in self.corpus.reports.items()}, indent=2)
-        (self.folder / DATA_REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+        reports = {split: report.to_dict() for split, report in self.corpus.reports.items()}
+        write_json(self.folder / DATA_REPORT_NAME, reports)
         path = self.folder / RECIPE_NAME
         # The file of a resumed run may have comments.
         if not path.is_file() or saved_recipe(path).to_dict() != self.recipe.to_dict():

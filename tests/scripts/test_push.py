@@ -247,7 +247,7 @@ def test_what_must_not_go_up_is_one_line_and_nothing_is_written(damage, hub, fol
 @pytest.mark.parametrize(
     ("refusal", "expected"),
     [
-        ((401, "Invalid username or password."), "log in with `hf auth login`.*Invalid username or password"),
+        ((401, "Invalid username or password."), "401.*Invalid username or password"),
         ((500, "Out of order."), "500.*Out of order"),
     ],
 )
@@ -270,8 +270,8 @@ def test_without_token_or_network_nothing_is_written(lack, hub, folder, monkeypa
     before = contents(folder)
     assert run("push", words) == 2
     said = capsys.readouterr().err
-    expected = {"token": "A token is needed to write to 'somebody/tiny'", "network": "http://127.0.0.1:9 cannot be"}
-    assert said.startswith(f"metaphrase push: error: {expected[lack]}") and said.count("\n") == 1
+    expected = {"token": "hf auth login", "network": "Connection refused"}
+    assert said.startswith("metaphrase push: error: ") and expected[lack] in said and said.count("\n") == 1
     assert contents(folder) == before and hub.calls == []
 
 
