@@ -14,7 +14,7 @@ from transformers import TrainerCallback, set_seed
 from metaphrase.choices.alerts import TrainingAlerts
 from metaphrase.choices.completion import complete
 from metaphrase.choices.estimate import estimate_recipe
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, naming_extra
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
 from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME, checkpoint_to_resume, only_writer
@@ -23,10 +23,8 @@ from metaphrase.training.model_setup import make_model
 from metaphrase.training.recipe.fields import decodes, group_of
 from metaphrase.training.recipe.recipe import Recipe, is_better_lower, learning_rate, saved_recipe
 
-try:
+with naming_extra("tune", "optuna"):
     import optuna
-except ImportError:
-    optuna = None
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ _TRIAL_FIELDS |= dict.fromkeys(("average_last", "average_best", "early_stopping_
 class _TrialScores(TrainerCallback):
     """Callback that reports each score to optuna, which may end the trial, and evaluates after the last update."""
 
-    def __init__(self, trial: "optuna.Trial", metric: str):
+    def __init__(self, trial: optuna.Trial, metric: str):
         self.trial, self.metric, self.score = trial, metric, math.nan
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -69,8 +67,6 @@ class Tuning:
             is_resumed: True to resume the search of the folder, if it has begun. Its fields fill those that are open.
             started: Beginning of the time budget, in seconds of `time.time()`.
         """
-        if optuna is None:
-            raise ImportError("`metaphrase tune` needs optuna: pip install metaphrase[tune].")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         if recipe.streaming or recipe.tasks or recipe.stages or recipe.objective != "pairs":
             raise MetaphraseError(
@@ -162,7 +158,7 @@ class Tuning:
         is_cut = time.time() + 0.8 * longest > self.deadline
         return not is_cut and len(self._trials("COMPLETE", "PRUNED")) < self.max_trials
 
-    def _run_trial(self, trial: "optuna.Trial") -> None:
+    def _run_trial(self, trial: optuna.Trial) -> None:
         # Trackers would take all trials for one run.
         name = f"{self.folder.name}-trial-{trial.number}"
         recipe = self._trial_recipe(self._rounded(trial.params)).replace(run_name=name)
@@ -197,7 +193,7 @@ class Tuning:
                 fields[name] = max(1, round(self.share * getattr(recipe, name)))
         return recipe.replace(**fields)
 
-    def _trials(self, *states: str) -> list["optuna.trial.FrozenTrial"]:
+    def _trials(self, *states: str) -> list[optuna.trial.FrozenTrial]:
         return [trial for trial in self.study.trials if trial.state.name in states]
 
     def _rounded(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +243,7 @@ _FIXED |= {"output_dir", "seed", "data_seed", "load_best_model_at_end", "metric_
 _FIXED_PREFIXES = ("eval_", "save_", "logging_", "per_device_eval_", "generation_")
 
 
-def search_space(recipe: Recipe) -> tuple[dict[str, "optuna.distributions.BaseDistribution"], dict[str, Any]]:
+def search_space(recipe: Recipe) -> tuple[dict[str, optuna.distributions.BaseDistribution], dict[str, Any]]:
     """Return the distributions that a recipe declares, or default ones, and the recipe's values, which belong to them."""
     declared = recipe.search or _default_search(recipe)
     start = {name: _value(recipe, name) for name in declared}
@@ -262,7 +258,7 @@ def search_space(recipe: Recipe) -> tuple[dict[str, "optuna.distributions.BaseDi
     return space, start
 
 
-def _distribution(name: str, declared: Any, start: Any) -> "optuna.distributions.BaseDistribution":
+def _distribution(name: str, declared: Any, start: Any) -> optuna.distributions.BaseDistribution:
     try:
         if isinstance(declared, list):
             return optuna.distributions.CategoricalDistribution(declared if start in declared else [start, *declared])

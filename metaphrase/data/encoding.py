@@ -113,7 +113,8 @@ class PairEncoder:
         # Most pairs stay as they are.
         for index in np.flatnonzero(np.any(is_empty | is_long, axis=0)).tolist():
             sides = [side[index] for side in ids]
-            shown = _shown(rows[index], (sources[index], targets[index]), sides)
+            counts = f"{len(sides[0])} and {len(sides[1])} tokens"
+            shown = f"row {rows[index]} {counts}: {sources[index][:80]!r}, {targets[index][:80]!r}."
             if self.empty == "error" and is_empty[:, index].any():
                 text = f"Neither side of a pair may be empty, got in {shown} Set `empty: skip` to drop such pairs."
                 raise MetaphraseError(text)
@@ -131,10 +132,6 @@ class PairEncoder:
             for column, value in zip(columns.values(), values, strict=True):
                 column[index] = value
         return columns
-
-
-def _shown(row: int, texts: tuple[str, str], ids: list[list[int]]) -> str:
-    return f"row {row} {len(ids[0])} and {len(ids[1])} tokens: {texts[0][:80]!r}, {texts[1][:80]!r}."
 
 
 def encode_pairs(

@@ -542,17 +542,16 @@ def read_cached(
         cached.parent.mkdir(parents=True, exist_ok=True)
         # Machines may share the folder.
         with FileLock(cached.with_suffix(".lock")):
-            _write_rows(cached, read, features.arrow_schema)
+            # Another process may have written it.
+            if not cached.exists():
+                _write_rows(cached, iter(read()), features.arrow_schema)
     dataset = datasets.Dataset.from_file(str(cached))
     # Results of `map` are cached by it, also by other processes.
     dataset._fingerprint = fingerprint
     return dataset
 
 
-def _write_rows(cached: Path, read: Callable[[], Iterable[tuple]], schema: pa.Schema) -> None:
-    if cached.exists():
-        return
-    rows = iter(read())
+def _write_rows(cached: Path, rows: Iterator[tuple], schema: pa.Schema) -> None:
     with (
         file_in_one_step(cached) as partial,
         pa.ipc.new_stream(str(partial), schema) as writer,

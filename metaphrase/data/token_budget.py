@@ -233,16 +233,15 @@ class WithFillers(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Mapping[str, Sequence[int]]:
-        return self.dataset[index] if index < len(self) else uncounted(self.dataset[index - len(self)])
+        if index < len(self):
+            return self.dataset[index]
+        pair = self.dataset[index - len(self)]
+        # Without labels, a pair adds nothing to a loss or to the number of labels.
+        return {**pair, "labels": [IGNORED_LABEL] * len(pair["labels"])}
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-
-
-def uncounted(pair: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Return a pair with all labels ignored, so that it adds nothing to a loss or to the number of labels."""
-    return {**pair, "labels": [IGNORED_LABEL] * len(pair["labels"])}
 
 
 def announce_epoch(loader: DataLoader, epoch: int) -> None:

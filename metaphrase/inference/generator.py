@@ -116,20 +116,16 @@ class TextStream:
 
     def log_counts(self, num_sources: int) -> None:
         """Log the counters that tell of a problem, and the share of drafted tokens that were accepted."""
-        if self.num_unfinished:
-            text = "Targets that are unfinished at the length limit: %d (sources: %d). Raise max_new_tokens."
-            logger.warning(text, self.num_unfinished, num_sources)
-        if self.num_loops:
-            text = "Targets that repeated themselves and were decoded again: %d. Of these still repeat themselves: %d."
-            logger.warning(text, self.num_loops, self.num_looping)
-        if self.num_truncated:
-            text = "%d of %d sources had more than max_source_length tokens and were truncated."
-            logger.warning(text, self.num_truncated, num_sources)
-        if self.num_unknown:
-            text = "%d of %d sources have unknown tokens, for characters or words that the vocabulary lacks."
-            logger.warning(text, self.num_unknown, num_sources)
-        if self.num_cut:
-            logger.warning("%d sentences were too long and were cut between clauses.", self.num_cut)
+        problems = {
+            "num_unfinished": "Targets that are unfinished at the length limit: {} (sources: {}). Raise max_new_tokens.",
+            "num_loops": "Targets that repeated themselves and were decoded again: {}. Of these still repeat themselves: {}.",
+            "num_truncated": "{} of {} sources had more than max_source_length tokens and were truncated.",
+            "num_unknown": "{} of {} sources have unknown tokens, for characters or words that the vocabulary lacks.",
+            "num_cut": "{} sentences were too long and were cut between clauses.",
+        }
+        for name, text in problems.items():
+            if count := getattr(self, name):
+                logger.warning(text.format(count, self.num_looping if name == "num_loops" else num_sources))
         if self.num_drafted:
             share = 100 * self.num_accepted / self.num_drafted
             logger.info("Of %d drafted tokens %.1f %% were accepted.", self.num_drafted, share)

@@ -105,7 +105,10 @@ WRONG_FOR_LINKS = (["--layer", "9"], ["--layer", "0", "--head", "9"], ["--layer"
         (["--target_input", "in.txt", "--output", "in.txt"], "`output` must be another file than `target_input`, got "),
         (["--source", " "], "A picture must show one sentence, got 0"),
         (["--source", "a", "--input", __file__], "`input`: not allowed with argument --source."),
-        (["--source", "a", "--target", "b", "--target_input", __file__], "`target_input`: not allowed with argument --target"),
+        (
+            ["--source", "a", "--target", "b", "--target_input", __file__],
+            "`target_input`: not allowed with argument --target",
+        ),
         (["--source", "a", "--target", "b", "--target", "c"], "`sources` and `targets` must be equally many, got 1"),
         (["--source", "a", "--target", "b", "--num_beams", "2"], "Generation options have no effect with a target"),
         (["--source", "a", "--format", "pharaoh", "--output", "o.gz"], "`output` must not end in .gz"),

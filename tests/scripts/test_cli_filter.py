@@ -65,8 +65,14 @@ def test_a_run_of_other_files_is_not_taken_for_finished(pairs, capsys):
         (["pairs.tsv", "--output", "a.tsv", "--rules", "language"], "`source_lang` or `target_lang` must be given"),
         (["pairs.tsv", "--output", "a.tsv", "--max_length_ratio", "0.1"], "`max_length_ratio` must be at least 1"),
         (["pairs.tsv", "--output", "a.tsv", "--rules", "dual_cross_entropy"], "`forward_model` or `backward_model`"),
-        (["pairs.tsv", "--output", "a.tsv", "--forward_model", "."], "`backward_model` must be given with `forward_model`"),
-        (["--source", "pairs.en", "--output", "a.tsv"], "`source_file` with `target_file`, and `dataset_name`, got source_file"),
+        (
+            ["pairs.tsv", "--output", "a.tsv", "--forward_model", "."],
+            "`backward_model` must be given with `forward_model`",
+        ),
+        (
+            ["--source", "pairs.en", "--output", "a.tsv"],
+            "`source_file` with `target_file`, and `dataset_name`, got source_file",
+        ),
         (["pairs.tsv", "--output", "a.tsv", "--source_lang", "en", "--rules", "copy"], "`language` must be one of"),
         (["keys.jsonl", "--output", "a.tsv"], "must hold at least one pair, got none in 2 records. keys.jsonl, line 1"),
     ],

@@ -49,8 +49,6 @@ METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 _UPLOAD_PREFIXES = ("push_to_hub", "hub_")
 # Nothing reads them: transformers' own scripts do.
 _WITHOUT_EFFECT = ("do_train", "do_eval", "do_predict", "sortish_sampler")
-# The keys of these mappings are names of model parts or of fields, which have dots.
-_DOTTED_PREFIXES = ("search.",)
 
 
 def is_better_lower(metric: str) -> bool:
@@ -290,7 +288,8 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     """
     values = {} if path is None else _read_fields(Path(path))
     for option, words in _split_options(overrides):
-        name, *keys = option.split(".", maxsplit=1 if option.startswith(_DOTTED_PREFIXES) else -1)
+        # The keys of `search` are names of fields, which have dots.
+        name, *keys = option.split(".", maxsplit=1 if option.startswith("search.") else -1)
         group_of(name, "the command line")
         if not keys:
             values[name] = _value_of_words(name, words)
