@@ -100,9 +100,7 @@ class TrainedFolder:
         self.scores, data = metrics.get("scores") or {}, metrics.get("data") or {}
         for name, result in self.scores.items():
             if not (isinstance(result, Mapping) and is_finite(result.get("score"))):
-                raise MetaphraseError(
-                    f"`scores.{name}` in `metrics.json` must hold a finite number as `score`, got {result!r}."
-                )
+                raise MetaphraseError(f"`scores.{name}` in `metrics.json` must have a finite `score`, got {result!r}.")
         self.data_name = redact(str(data["name"])) if data.get("name") else None
         self.scored_pairs = self.data_name and plain(self.data_name)
         if self.data_name and (self.recipe or {}).get(f"num_{data.get('split')}") and metrics.get("num_examples"):
@@ -207,9 +205,7 @@ def write_model_card(
     trained, stated = TrainedFolder(folder), facts or Facts()
     path = trained.path / "README.md"
     if path.exists() and not overwrite and not is_own_card(path):
-        raise MetaphraseError(
-            f"`overwrite` must be True to replace a README.md that was written otherwise, got {str(path)!r}."
-        )
+        raise MetaphraseError(f"`overwrite` must be True to replace another README.md, got {str(path)!r}.")
     if repo_id is not None:
         validate_repo_id(repo_id)
     config, metrics, recipe = trained.config or {}, trained.metrics, trained.recipe or {}
@@ -320,9 +316,7 @@ def read_facts(path: str | os.PathLike) -> Facts:
     try:
         data = metadata_load(path) or {}
     except (ValueError, yaml.YAMLError) as error:
-        raise MetaphraseError(
-            f"The metadata of README.md must be readable, got an error in {str(path)!r}: {error}. Repair or delete it."
-        ) from error
+        raise MetaphraseError(f"The metadata of README.md must be readable, got {str(path)!r}: {error}") from error
     tags = [tag for tag in data.get("tags") or () if tag not in OWN_TAGS]
     named = {"license": data.get("license"), "base_model": data.get("base_model"), "tags": tags}
     return Facts(**named, datasets=data.get("datasets") or (), **data.get("metaphrase") or {})

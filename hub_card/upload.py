@@ -132,9 +132,7 @@ def check_folder(folder: Path) -> None:
     names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])] if exported is None else exported
     if missing := [name for name in names if not (folder / name).is_file()]:
         kind = "model" if exported is None else "export"
-        raise MetaphraseError(
-            f"`folder` must hold a whole {kind}, but {', '.join(missing)} is missing in {str(folder)!r}."
-        )
+        raise MetaphraseError(f"`folder` must hold a whole {kind}, got {str(folder)!r} without {', '.join(missing)}.")
     if exported is not None:
         return
     # Opens the files that the card is made from.
@@ -156,9 +154,7 @@ def check_folder(folder: Path) -> None:
             # Refuses values that are not finite.
             weights.read(name)
     if secrets := [name for name in SECRET_FIELDS if recipe.get(name)]:
-        raise MetaphraseError(
-            f"`{RECIPE_NAME}` must hold no secret before it is shared, got {', '.join(secrets)} in {folder / RECIPE_NAME}."
-        )
+        raise MetaphraseError(f"`{RECIPE_NAME}` must hold no secret, got {', '.join(secrets)} in {str(folder)!r}.")
 
 
 def upload(

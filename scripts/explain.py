@@ -48,9 +48,7 @@ def attention(arguments: argparse.Namespace) -> None:
     sources, targets = read_texts(sources, targets)
     nonblank = [index for index, source in enumerate(sources) if source.strip()]
     if form == "png" and len(nonblank) != 1:
-        raise MetaphraseError(
-            f"A picture must show one sentence, got {len(nonblank)}. Write a word alignment for several."
-        )
+        raise MetaphraseError(f"A picture must show one sentence, got {len(nonblank)}. Word alignments show several.")
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
     options = {"layer": arguments.layer, "head": arguments.head, **chosen_generation_options(arguments)}

@@ -29,9 +29,7 @@ def main(arguments: argparse.Namespace) -> None:
     is_written = not is_web and (arguments.overwrite_card or not (folder / CARD).exists() or is_own_card(folder / CARD))
     if card_options and not is_written:
         way = f"Edit its {CARD} yourself" if is_web else "Pass --overwrite_card to replace it"
-        raise MetaphraseError(
-            f"`{card_options[0]}` must be left out for {folder}, whose {CARD} Metaphrase did not write. {way}."
-        )
+        raise MetaphraseError(f"`{card_options[0]}` must be left out for another {CARD}, got {folder}. {way}.")
     facts = replace(read_facts(folder / CARD), **options)
     if arguments.dry_run:
         kind, branch = "private " * arguments.private, arguments.revision or "main"

@@ -52,11 +52,10 @@ class TokenizerPair:
                         f"The {side} tokenizer must have a `{name}`, got None. Set it with "
                         f'`tokenizer.add_special_tokens({{"{name}": ...}})`, or pass `{name}=...` to `from_pretrained`.'
                     )
-        if self.source.pad_token_id != self.target.pad_token_id:
-            raise MetaphraseError(
-                "`pad_token_id` must be the same for source and target, because a model has only one, "
-                f"got {self.source.pad_token_id} and {self.target.pad_token_id}."
-            )
+        pads = self.source.pad_token_id, self.target.pad_token_id
+        if pads[0] != pads[1]:
+            # A model has only one.
+            raise MetaphraseError(f"`pad_token_id` must be the same on both sides, got {pads[0]} and {pads[1]}.")
 
     @property
     def unknown_id(self) -> int | None:
@@ -163,9 +162,7 @@ class TokenizerPair:
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
         """Add entries to a joint vocabulary, like `additional_special_tokens` of `train_tokenizer`."""
         if not self.is_joint:
-            raise MetaphraseError(
-                f"`additional_special_tokens` must be empty for two vocabularies, got {list(tokens)}. Train a joint one."
-            )
+            raise MetaphraseError(f"`additional_special_tokens` must come with a joint vocabulary, got {list(tokens)}.")
         self.source.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
 
     def encode_sources(self, texts: list[str], segment: Segment | None = None) -> list[list[int]]:
@@ -278,9 +275,7 @@ def set_languages(
         if language is not None:
             if not hasattr(tokenizer, attribute):
                 name = type(tokenizer).__name__
-                raise MetaphraseError(
-                    f"`{field}` must be left out for a {name}, which has no languages, got {language!r}."
-                )
+                raise MetaphraseError(f"`{field}` must be left out for a {name} without languages, got {language!r}.")
             code = language_id(tokenizer, field, language)
             setattr(tokenizer, attribute, language)
     if target_lang is None:

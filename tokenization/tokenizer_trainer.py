@@ -250,9 +250,7 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
         # The library has no error class for this.
         if "not large enough" not in str(error):
             raise
-        raise MetaphraseError(
-            f"`vocab_size` must have room for all characters of the texts, got {settings.vocab_size}."
-        ) from error
+        raise MetaphraseError(f"`vocab_size` must hold all characters, got {settings.vocab_size}.") from error
     if settings.kind == "unigram":
         entries = [(piece, score) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
         pieces = _order_pieces(entries[len(specials) :], settings.vocab_size - len(specials))

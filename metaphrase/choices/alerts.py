@@ -71,9 +71,8 @@ def data_alerts(corpus: Any) -> Iterator[str]:
 def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
     """Look for repeated pairs, names of columns in the first pair, and quotes, equal sides and equal targets in a sample."""
     pairs, prefix = corpus.splits["train"], len(corpus.recipe.source_prefix or "")
-    hashes = np.fromiter(
-        map(hash, zip(*(column_texts(pairs, side) for side in SIDES), strict=True)), np.int64, len(pairs)
-    )
+    columns = (column_texts(pairs, side) for side in SIDES)
+    hashes = np.fromiter(map(hash, zip(*columns, strict=True)), np.int64, len(pairs))
     number = len(pairs) - len(np.unique(hashes))
     if number > _REPEATED_PAIRS * len(pairs):
         yield (

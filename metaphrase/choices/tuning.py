@@ -69,9 +69,7 @@ class Tuning:
         """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         if recipe.streaming or recipe.tasks or recipe.stages or recipe.objective != "pairs":
-            raise MetaphraseError(
-                "`streaming`, `tasks`, `stages` and `objective` must be left out for `metaphrase tune`."
-            )
+            raise MetaphraseError("`streaming`, `tasks`, `stages` and `objective` must be left out of a search.")
         self.folder, self.started = Path(recipe.output_dir), started
         self.max_trials = math.inf if max_trials is None else max_trials
         # The table is written at the end.
@@ -295,10 +293,7 @@ def _value(recipe: Recipe, name: str) -> Any:
     is_fixed = group_of(field, "`search`") in _FIXED_GROUPS or field in _FIXED or field.startswith(_FIXED_PREFIXES)
     value = getattr(recipe, field)
     if is_fixed or isinstance(value, dict) is not bool(key):
-        raise MetaphraseError(
-            "`search` must name single values that may differ between trials, such as learning_rate or model.dropout, got "
-            f"`{name}`."
-        )
+        raise MetaphraseError(f"`search` must name values that may differ between trials, got `{name}`.")
     if field != "model":
         return value.get(key) if key else getattr(value, "value", value)
     # `search_space` refuses a name that the network does not have.

@@ -448,7 +448,5 @@ class TokenBudgetStream(IterableDataset):
                     yield [buffer[row] for row in batches[index]], [number, index + 1, *begin, *start[2:]]
                 num_done = 0
             if is_empty:
-                raise MetaphraseError(
-                    f"A stream must hold a pair for each of {num_readers} readers, got none in pass {number}."
-                )
+                raise MetaphraseError(f"A stream must hold a pair for each of {num_readers} readers, got none for one.")
             start = _START

@@ -5,7 +5,6 @@ import logging
 import math
 import operator
 import re
-import sys
 from collections.abc import Callable, Sequence
 
 import datasets
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 
 from metaphrase.data.collators import PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import TASK_COLUMN
+from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import NUM_BOOTSTRAP_SAMPLES, check_references, compute_metrics, metric_options
 from metaphrase.inference import Generator
 from metaphrase.inference.batches import longest_target
@@ -48,8 +48,8 @@ def corpus_loss(
             num_labels = int((inputs["labels"] != IGNORED_LABEL).sum())
             total, count = total + loss.item() * num_labels, count + num_labels
     loss = total / count
-    # `math.exp` raises an error beyond this bound.
-    perplexity = math.inf if loss >= math.log(sys.float_info.max) else math.exp(loss)
+    # `math.exp` raises an error where the result is infinite.
+    perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()
     values: dict[str, float | None] = {"loss": loss, "perplexity": perplexity}
     for name, value in values.items():
         if not math.isfinite(value):
@@ -91,6 +91,9 @@ def evaluate_generator(
         MetaphraseError: If the texts differ in number or are none, or the references cannot be encoded without their language.
     """
     references = generator.tokenizers.as_decoded(targets) if references is None else references
+    if not len(sources) == len(targets) == len(references) > 0:
+        counts = f"{len(sources)}, {len(targets)} and {len(references)}"
+        raise MetaphraseError(f"Sources, targets and references must be equally many and not empty, got {counts}.")
     # Generation takes long: check first.
     check_references(references, metrics, "references")
     if generator.is_single:

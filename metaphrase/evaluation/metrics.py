@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -110,10 +111,7 @@ def _sacrebleu(scorer_class: type, predictions: list[str], references: list[list
         options.setdefault("force", True)
     scorer = scorer_class(**options)
     # One document for each number of a reference. None fills up lines with fewer references.
-    documents = [
-        [texts[number] if number < len(texts) else None for texts in references]
-        for number in range(max(map(len, references)))
-    ]
+    documents = [*zip_longest(*references)]
     rows, counts = [], set()
     # sacreBLEU keeps the n-grams of all references that it gets at a time.
     for start in range(0, len(predictions), _LINES):
@@ -236,9 +234,7 @@ def metric_options(
     options: dict[str, dict[str, Any]] = {}
     if bleu_tokenize is not None:
         if "bleu" not in names:
-            raise MetaphraseError(
-                f"`metrics` must hold bleu with `bleu_tokenize`, got {list(names)} and {bleu_tokenize!r}."
-            )
+            raise MetaphraseError(f"`metrics` must hold bleu with `bleu_tokenize`, got {list(names)}.")
         _check_choice("`bleu_tokenize`", bleu_tokenize, BLEU.TOKENIZERS)
         try:
             BLEU(tokenize=bleu_tokenize)
@@ -249,9 +245,7 @@ def metric_options(
     if lowercase:
         case_options = {name: METRICS[name].case_option for name in names if METRICS[name].case_option}
         if not case_options:
-            raise MetaphraseError(
-                f"`metrics` must hold a score that depends on case with `lowercase`, got {list(names)}."
-            )
+            raise MetaphraseError(f"`lowercase` must come with a score that depends on case, got {list(names)}.")
         for name, option in case_options.items():
             options.setdefault(name, {})[option] = True
     return options

@@ -42,10 +42,6 @@ from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, set
 logger = logging.getLogger(__name__)
 
 ENGINES = ("auto", "torch", "ctranslate2")
-COUNTERS = (
-    *("num_unfinished", "num_truncated", "num_unknown", "num_cut"),
-    *("num_loops", "num_looping", "num_drafted", "num_accepted"),
-)
 # Options of `generate()` that phrases and loops add to those of transformers. None is as good as nothing.
 _OWN_OPTIONS = ("must_contain", "never_contain", "force_words_ids", "assistant_model", "end_loops")
 
@@ -129,6 +125,9 @@ class TextStream:
         if self.num_drafted:
             share = 100 * self.num_accepted / self.num_drafted
             logger.info("Of %d drafted tokens %.1f %% were accepted.", self.num_drafted, share)
+
+
+COUNTERS = tuple(name for name in vars(TextStream) if name.startswith("num_"))
 
 
 @dataclass(frozen=True)
@@ -595,9 +594,7 @@ def check_source_length(length: int, tokenizers: TokenizerPair, prefix: str) -> 
     # White space at the end of the prefix may be part of the next token.
     [ids] = tokenizers.encode_sources([prefix.rstrip()])
     if length <= len(ids):
-        raise MetaphraseError(
-            f"`max_source_length` must be above {len(ids)}, the special tokens and those of `source_prefix`, got {length}."
-        )
+        raise MetaphraseError(f"`max_source_length` must be above {len(ids)}, the tokens around a text, got {length}.")
 
 
 def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
@@ -605,7 +602,5 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     weight_type = "auto" if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."), None)
     is_float = isinstance(weight_type, torch.dtype) and weight_type.is_floating_point
     if dtype != "auto" and not is_float and weight_type != torch.int8:
-        raise MetaphraseError(
-            f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(dtype)!r}."
-        )
+        raise MetaphraseError(f"`dtype` must be auto, int8 or one of torch's, such as bfloat16, got {str(dtype)!r}.")
     return weight_type

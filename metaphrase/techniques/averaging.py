@@ -123,10 +123,8 @@ def select_checkpoints(
     """
     field, number = ("last", last) if best is None else ("best", best)
     if (last is None) == (best is None) or number < 1:
-        raise MetaphraseError(
-            f"Exactly one of `last` and `best` must be given, and be at least 1, got {last} and {best}."
-        )
-    run_dir = Path(run_dir)
+        raise MetaphraseError(f"Either `last` or `best` must be given, at least 1, got {last} and {best}.")
+    run_dir, metric = Path(run_dir), metric or DEFAULT_METRIC
     by_step = {step_of(path): path for path in checkpoints_in(run_dir)}
     scores = dict.fromkeys(by_step, 0.0)
     if best is not None:
@@ -134,11 +132,9 @@ def select_checkpoints(
             paths = [folder / TRAINER_STATE_NAME for folder in (run_dir, *by_step.values())]
             states = [read_json(path) for path in paths if path.is_file()]
             log_history = max(states, key=lambda state: state.get("global_step", 0), default={}).get("log_history", [])
-        scores = {
-            step: score for step, score in scores_in(log_history, metric or DEFAULT_METRIC).items() if step in by_step
-        }
+        scores = {step: score for step, score in scores_in(log_history, metric).items() if step in by_step}
     if len(scores) < number and not (or_fewer and scores):
-        what = "checkpoints" if best is None else f"checkpoints with a score in `{metric or DEFAULT_METRIC}`"
+        what = "checkpoints" if best is None else f"checkpoints with a score in `{metric}`"
         raise MetaphraseError(
             f"`{field}` must be at most the number of {what}, {len(scores)} in {run_dir}, got {number}. "
             "A run keeps as many checkpoints as `save_total_limit` says."

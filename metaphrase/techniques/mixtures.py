@@ -145,9 +145,8 @@ class StagedCorpus(_PartedCorpus):
 
 
 def _joined(parts: dict[str, datasets.Dataset]) -> datasets.Dataset:
-    return datasets.concatenate_datasets(
-        [part.add_column(TASK_COLUMN, [name] * len(part)) for name, part in parts.items()]
-    )
+    named = [part.add_column(TASK_COLUMN, [name] * len(part)) for name, part in parts.items()]
+    return datasets.concatenate_datasets(named)
 
 
 def mixing_rates(

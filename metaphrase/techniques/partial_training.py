@@ -131,9 +131,7 @@ def add_lora(
     for target in target_modules or ():
         modules = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
         if not modules or not all(isinstance(module, nn.Linear) and aliases[module.weight] == 1 for module in modules):
-            raise MetaphraseError(
-                f"`lora_target_modules` must name linear layers without tied weights, got {target!r}."
-            )
+            raise MetaphraseError(f"`lora_target_modules` must name linear layers that are not tied, got {target!r}.")
     config = peft.LoraConfig(
         task_type=peft.TaskType.SEQ_2_SEQ_LM,
         r=rank,

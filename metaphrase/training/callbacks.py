@@ -31,9 +31,7 @@ def parse_seconds(text: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not seconds:
-        raise MetaphraseError(
-            f"`time_budget` must be a number above 0 with one of s, m, h or d, such as 20m, got {text!r}."
-        )
+        raise MetaphraseError(f"`time_budget` must be a number above 0 with s, m, h or d, such as 20m, got {text!r}.")
     return seconds
 
 

@@ -76,10 +76,7 @@ class PairCorpus:
         for name, limit in zip((*TRAINING_LIMITS, "generation_max_length"), limits, strict=True):
             if limit is not None and (value := getattr(recipe, name) or 0) > limit:
                 if recipe.is_set(name):
-                    positions = longest[name != TRAINING_LIMITS[0]]
-                    raise MetaphraseError(
-                        f"`{name}` must be at most {limit} for a model with `max_position_embeddings` {positions}, got {value}."
-                    )
+                    raise MetaphraseError(f"`{name}` must be at most {limit}, the limit of the model, got {value}.")
                 logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
                 lowered[name] = limit
         self.recipe = recipe.choose("the model reads no more", **lowered)
@@ -93,10 +90,7 @@ class PairCorpus:
     def _check(self) -> None:
         recipe = self.recipe
         if recipe.pairs_options("train") is None:
-            raise MetaphraseError(
-                "A recipe must name its training pairs: `train_file`, or `train_source_file` and `train_target_file`, "
-                "or `dataset_name`, got none of them."
-            )
+            raise MetaphraseError("A recipe must name its training pairs, such as a `train_file`, got none.")
 
     def read(self, most: float = math.inf) -> None:
         """Read all splits that the recipe names. More than `most` training pairs in files become a stream."""
@@ -205,11 +199,9 @@ class PairCorpus:
         sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
         held_out = {text.strip() for split in sizes if sizes[split] for text in self.splits[split]["source"][:]}
         rules = dict(zip(TRAINING_LIMITS, self.limits, strict=True), too_long=recipe.too_long, empty=recipe.empty)
-        policies = {name: getattr(recipe, name) for name in ("malformed", "invalid_utf8")}
+        stream = replace(self.stream, malformed=recipe.malformed, invalid_utf8=recipe.invalid_utf8)
         # The counts of a stream grow while it is read.
-        pairs = PairStream(
-            replace(self.stream, **policies), tokenizers, self._augmenter(tokenizers), held_out, self.seed, **rules
-        )
+        pairs = PairStream(stream, tokenizers, self._augmenter(tokenizers), held_out, self.seed, **rules)
         self.reports["train"] = pairs
         shares = (arguments.world_size, arguments.process_index)
         return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
@@ -244,9 +236,8 @@ class PairCorpus:
 
     def sizes(self) -> dict[str, int]:
         """Return the number of pairs used in each split. Call it after `encode`; a stream has no size."""
-        return {
-            f"num_{name}": self.reports[name].kept for name in self.splits if isinstance(self.reports[name], DataReport)
-        }
+        reports = {name: self.reports[name] for name in self.splits}
+        return {f"num_{name}": report.kept for name, report in reports.items() if isinstance(report, DataReport)}
 
 
 def open_corpus(

@@ -266,9 +266,7 @@ def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:
     weights = model.state_dict(keep_vars=True)
     # Marian computes its positions and does not save them.
     if missing := weights.keys() - state.keys() - set(model._keys_to_ignore_on_save or ()):
-        raise MetaphraseError(
-            f"{folder} must hold all weights of the model, got none for {', '.join(sorted(missing))}."
-        )
+        raise MetaphraseError(f"{folder} must hold all weights, got none for {', '.join(sorted(missing))}.")
     if not _is_partitioned(model):
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
         return

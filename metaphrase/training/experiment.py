@@ -30,6 +30,7 @@ from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.storage.folders import write_json
 from metaphrase.storage.loading import refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.training import checkpoints
 from metaphrase.training.callbacks import (
     EarlyStopping,
     EndOnInterrupt,
@@ -37,13 +38,6 @@ from metaphrase.training.callbacks import (
     final_share,
     parse_seconds,
     with_plain_lines,
-)
-from metaphrase.training.checkpoints import (
-    DATA_REPORT_NAME,
-    DEFAULT_METRIC,
-    RECIPE_NAME,
-    checkpoint_to_resume,
-    only_writer,
 )
 from metaphrase.training.corpora import PairCorpus, open_corpus
 from metaphrase.training.distributed import check_same_in_all, is_adapted, join_processes
@@ -115,7 +109,7 @@ class Experiment:
         self.recipe, self.scores, self._data = recipe, TaskScores(metrics, recipe.bleu_tokenize), data
         self.interrupt = EndOnInterrupt()
         self._is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
-        self.checkpoint = None if self._is_unchecked else checkpoint_to_resume(recipe, self.folder)
+        self.checkpoint = None if self._is_unchecked else checkpoints.checkpoint_to_resume(recipe, self.folder)
 
     def prepare(self) -> Data:
         """Read the corpus, make the tokenizers and encode all pairs. A second call returns the same."""
@@ -138,7 +132,7 @@ class Experiment:
             MetaphraseError: If this one process has several GPUs, the data, the base model or the checkpoint do not fit, or
                 another run writes to the folder.
         """
-        lock = only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext()
+        lock = checkpoints.only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext()
         with lock:
             # A dry run skips these checks.
             if (count := self.arguments.n_gpu) > 1:
@@ -149,7 +143,7 @@ class Experiment:
                     "or train on one: `CUDA_VISIBLE_DEVICES=0`."
                 )
             if self._is_unchecked:
-                checkpoint_to_resume(self.recipe, self.folder)
+                checkpoints.checkpoint_to_resume(self.recipe, self.folder)
             return self._train(callbacks)
 
     def _train(self, callbacks: Sequence[TrainerCallback]) -> dict:
@@ -212,8 +206,8 @@ class Experiment:
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         reports = {split: report.to_dict() for split, report in self.corpus.reports.items()}
-        write_json(self.folder / DATA_REPORT_NAME, reports)
-        path = self.folder / RECIPE_NAME
+        write_json(self.folder / checkpoints.DATA_REPORT_NAME, reports)
+        path = self.folder / checkpoints.RECIPE_NAME
         # The file of a resumed run may have comments.
         if not path.is_file() or saved_recipe(path).to_dict() != self.recipe.to_dict():
             self.recipe.save(path)
@@ -343,7 +337,7 @@ def make_trainer(
         r_drop_start_step=recipe.r_drop_start_step,
         num_best_kept=recipe.average_best or 0,
         num_last_kept=recipe.average_last or 0,
-        best_kept_metric=recipe.metric_for_best_model or DEFAULT_METRIC,
+        best_kept_metric=recipe.metric_for_best_model or checkpoints.DEFAULT_METRIC,
         generation_options={"num_beams": arguments.generation_num_beams or 1},
     )
     return with_plain_lines(trainer, deadline)

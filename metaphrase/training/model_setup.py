@@ -245,7 +245,5 @@ def remove_ineffective_settings(config: GenerationConfig) -> None:
     for name in dropped:
         setattr(config, name, None)
     if dropped:
-        logger.warning(
-            "These generation settings have no effect beside the others and are removed: %s.",
-            ", ".join(f"{name} {value}" for name, value in dropped.items()),
-        )
+        shown = ", ".join(f"{name} {value}" for name, value in dropped.items())
+        logger.warning("These generation settings have no effect beside the others and are removed: %s.", shown)

@@ -51,13 +51,6 @@ from metaphrase.storage.weight_files import is_finite
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training import checkpoints
 from metaphrase.training.callbacks import restore_callbacks
-from metaphrase.training.checkpoints import (
-    ARGUMENTS_NAME,
-    DEFAULT_METRIC,
-    checkpoints_in,
-    scores_in,
-    step_of,
-)
 from metaphrase.training.distributed import (
     class_before_sharding,
     gather_model,
@@ -195,7 +188,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.max_tokens_per_batch = max_tokens_per_batch
         self.r_drop_alpha, self.r_drop_start_step = r_drop_alpha, r_drop_start_step
         self.num_best_kept, self.num_last_kept = num_best_kept, num_last_kept
-        self.best_kept_metric = best_kept_metric or self.args.metric_for_best_model or DEFAULT_METRIC
+        self.best_kept_metric = best_kept_metric or self.args.metric_for_best_model or checkpoints.DEFAULT_METRIC
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would hide the labels from the model.
         self.label_smoother = None
@@ -353,10 +346,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             sampler = make_sampler(*options, length_multiple=multiple)
             batching = {"batch_sampler": sampler}
             if not is_staged and sampler.num_fillers:
-                logger.info(
-                    "So that all processes have equally many batches, %d of %d hold a repeated pair alone, which does not count.",
-                    *(sampler.num_fillers, len(sampler) * sampler.num_processes),
-                )
+                total = len(sampler) * sampler.num_processes
+                text = "%d of %d batches hold a repeated pair alone, which does not count, as each process has equally many."
+                logger.info(text, sampler.num_fillers, total)
                 dataset = WithFillers(dataset)
         self._length_multiple, workers = multiple, arguments.dataloader_num_workers
         if self.packs_pairs:
@@ -417,7 +409,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             self._refuse(f"The weights must be finite, got NaN or infinity after update {self.state.global_step}")
 
     def _refuse(self, problem: str) -> NoReturn:
-        arguments, rate, saved = self.args, self.args.learning_rate, checkpoints_in(self._get_output_dir(None))
+        arguments, rate = self.args, self.args.learning_rate
+        saved = checkpoints.checkpoints_in(self._get_output_dir(None))
         other = ", or `bf16` in place of `fp16`" if arguments.fp16 else ""
         checkpoint = f" {saved[-1]} holds the last weights that were saved, which are finite." if saved else ""
         raise MetaphraseError(
@@ -603,10 +596,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         loader = getattr(dataloader, "base_dataloader", dataloader)
         loader.generator = torch.Generator().manual_seed(data_seed(self.args))
         is_loss_alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self._needs_loss_alone = is_loss_alone or self.decodes
-        output = super().evaluation_loop(
-            dataloader, description, self._needs_loss_alone, ignore_keys, metric_key_prefix
-        )
+        is_loss_alone = self._needs_loss_alone = is_loss_alone or self.decodes
+        output = super().evaluation_loop(dataloader, description, is_loss_alone, ignore_keys, metric_key_prefix)
         gathered = self.accelerator.gather(self.evaluation_loss.float().to(self.args.device)[None])
         sums = gathered.double().sum(dim=0) if self.args.world_size > 1 else self.evaluation_loss
         total, count = sums.tolist()
@@ -626,14 +617,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
-        loss, generated, labels = super().prediction_step(
-            model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
-        )
+        loss, ids, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if loss is not None and self.args.predict_with_generate and not prediction_loss_only:
             # The parent does not compute this loss by `compute_loss`.
             with torch.no_grad(), self.compute_loss_context_manager():
                 loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
-        return loss, generated, labels
+        return loss, ids, labels
 
     def _decoding_options(self, call: dict) -> dict:
         """Return arguments of `generate()`: of this call, over those of the trainer. The parent adds training arguments."""
@@ -716,11 +705,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def _discard_surplus(self, run: Path, checkpoint: Path) -> None:
         """Delete surplus checkpoints, but neither the best nor the last, nor those of which the mean is saved in the end."""
         if self.args.should_save:
-            saved, scores = checkpoints_in(run), scores_in(self.state.log_history, self.best_kept_metric)
-            scored = [path for path in saved if step_of(path) in scores]
-            scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
-            last = saved[-self.num_last_kept :] if self.num_last_kept else []
-            protected = [checkpoint, self.state.best_model_checkpoint, *scored[: self.num_best_kept], *last]
+            saved = {checkpoints.step_of(path): path for path in checkpoints.checkpoints_in(run)}
+            scores = checkpoints.scores_in(self.state.log_history, self.best_kept_metric)
+            steps = sorted(saved.keys() & scores, key=lambda step: (scores[step], step), reverse=True)
+            best = [saved[step] for step in steps[: self.num_best_kept]]
+            last = [*saved.values()][-self.num_last_kept :] if self.num_last_kept else []
+            protected = [checkpoint, self.state.best_model_checkpoint, *best, *last]
             checkpoints.discard_surplus(run, self.args.save_total_limit, protected)
 
     # transformers 5.24.0: writes the arguments as a pickle, and saves tied weights of a gathered state twice.
@@ -746,7 +736,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 processor.save_pretrained(folder)
             set_modes_of_weights(Path(folder))
             arguments = json.dumps(self.args.to_dict(), indent=2, default=str)
-            (Path(folder) / ARGUMENTS_NAME).write_text(arguments + "\n", encoding="utf-8")
+            (Path(folder) / checkpoints.ARGUMENTS_NAME).write_text(arguments + "\n", encoding="utf-8")
             # peft saves the adapter alone.
             if is_adapted(self.model):
                 self.model.generation_config.save_pretrained(folder)

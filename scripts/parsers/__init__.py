@@ -129,10 +129,7 @@ def parse(subcommand: str, words: Sequence[str]) -> argparse.Namespace:
         path = arguments.output
         # The input as output has an error of its own.
         if path not in (None, arguments.input) and Path(path).is_file() and Path(path).stat().st_size:
-            raise MetaphraseError(
-                f"`output` must be a new file, got {path!r}, which is not empty. Pass --overwrite to replace the file, or "
-                "--resume to go on with a stopped run."
-            )
+            raise MetaphraseError(f"`output` must be a new file, got {path!r}. Pass --overwrite, or --resume to go on.")
     return arguments
 
 

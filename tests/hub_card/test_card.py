@@ -295,7 +295,7 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
     ("name", "content", "message"),
     [
         ("metrics.json", "{", "`metrics.json` must be readable"),
-        ("metrics.json", '{"scores": {"bleu": 3}}', "`scores.bleu` in `metrics.json` must hold a finite number"),
+        ("metrics.json", '{"scores": {"bleu": 3}}', "`scores.bleu` in `metrics.json` must have a finite `score`"),
         ("recipe.yaml", "seed: 1\nseed: 2", "`recipe.yaml` must be readable.*the key `seed` occurs twice"),
         ("trainer_state.json", "7", "`trainer_state.json` must hold fields with values, got int"),
         ("model.safetensors", "damaged", "must hold whole weights, got "),

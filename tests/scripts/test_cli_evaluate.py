@@ -182,7 +182,7 @@ def refuse(*args, **kwargs):
     [
         (["--metrics", "blue"], "A name in `metrics` must be one of bleu, .*, got 'blue'. Did you mean 'bleu'?"),
         (["--bleu_tokenize", "nosuch"], "`bleu_tokenize` must be one of none, .*, got 'nosuch'."),
-        (["--metrics", "ter", "--lowercase"], "`metrics` must hold a score that depends on case with `lowercase`"),
+        (["--metrics", "ter", "--lowercase"], "`lowercase` must come with a score that depends on case"),
         (["--source_column", "zz"], "`file` must be given with `source_column`, got None and 'zz'"),
         (["--output", "link"], "`output` must be another file than `target`, got 'link' for both"),
         (["--output", "m.json", "--predictions", "./m.json"], "`predictions` must be another file than `output`"),

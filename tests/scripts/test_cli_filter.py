@@ -45,7 +45,7 @@ def test_a_finished_run_is_not_repeated_and_not_lost(pairs, capsys):
     assert (pairs / "clean.tsv").read_text(encoding="utf-8") != "mine\n"
     (pairs / "clean.tsv.partial").mkdir()
     assert run("filter", words) == 2
-    assert "Pass --resume to go on with the run" in capsys.readouterr().err
+    assert "Pass --resume or --overwrite" in capsys.readouterr().err
 
 
 def test_a_run_of_other_files_is_not_taken_for_finished(pairs, capsys):

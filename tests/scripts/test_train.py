@@ -152,7 +152,7 @@ def test_an_ensemble_replaces_no_single_model(words, tmp_path, capsys):
     assert run("train", words) == 0
     for resume in ([], ["--resume"]):
         assert run("train", [*words, *resume, "--num_seeds", "2"]) == 2
-        assert "`output_dir` must not hold a single run or model with `num_seeds`" in capsys.readouterr().err
+        assert "`output_dir` must not hold a single run with `num_seeds`" in capsys.readouterr().err
     assert run("train", [*words, "--output_dir", str(tmp_path / "new"), "--num_seeds", "0"]) == 2
     assert "`num_seeds` must be at least 1" in capsys.readouterr().err
 

@@ -229,7 +229,7 @@ def test_settings_are_checked_before_any_text_is_read(settings, message):
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_characters_must_fit_into_the_vocabulary(kind):
-    with pytest.raises(ValueError, match=r"`vocab_size` must .*characters of the texts.*, got 12\."):
+    with pytest.raises(ValueError, match=r"`vocab_size` must .*characters.*, got 12\."):
         train(kind, vocab_size=12)
     needed = 4 + len(set("\u2581".join(SENTENCES)) - {" "})
     assert len(train(kind, vocab_size=needed)) == needed
