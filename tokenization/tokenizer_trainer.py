@@ -51,7 +51,6 @@ class TokenizerSettings:
         min_frequency: Least count of a merge, a character, a word or a piece. None means 2 for merges, else 1.
         joiner: For `pretokenized`: suffix of each piece that the next piece continues. None means `@@`.
         additional_special_tokens: More tokens, such as sentinels or language codes, each one entry that is never split.
-        model_max_length: Longest input in tokens that the tokenizer declares. None means no limit.
     """
 
     kind: str = "byte_bpe"
@@ -61,7 +60,6 @@ class TokenizerSettings:
     lowercase: bool = False
     joiner: str | None = None
     additional_special_tokens: Sequence[str] = ()
-    model_max_length: int | None = None
     show_progress: bool = True
 
     def __post_init__(self) -> None:
@@ -140,7 +138,6 @@ def train_tokenizer(texts: Iterable[str], **options: Any) -> PreTrainedTokenizer
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {EOS}", pair=f"$A {EOS} $B:1 {EOS}:1", special_tokens=[(EOS, CONTROL_TOKENS.index(EOS))]
     )
-    limit = {} if settings.model_max_length is None else {"model_max_length": settings.model_max_length}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -153,7 +150,6 @@ def train_tokenizer(texts: Iterable[str], **options: Any) -> PreTrainedTokenizer
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
-        **limit,
     )
 
 

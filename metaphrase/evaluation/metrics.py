@@ -3,7 +3,6 @@
 import bisect
 import json
 import os
-import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -153,20 +152,12 @@ def _rouge(
     return SegmentStatistics(Ratio(), rows, _signature(references, facts), details)
 
 
-def _exact_match(
-    predictions: list[str], references: list[list[str]], ignore_case: bool = False, ignore_punctuation: bool = False
-) -> SegmentStatistics:
-    """Share of predictions that equal a reference, perhaps without Unicode punctuation (categories P) and surplus spaces."""
-
-    def plain(text: str) -> str:
-        text = text.casefold() if ignore_case else text
-        if ignore_punctuation:
-            text = " ".join("".join(mark for mark in text if not unicodedata.category(mark).startswith("P")).split())
-        return text
-
+def _exact_match(predictions: list[str], references: list[list[str]], ignore_case: bool = False) -> SegmentStatistics:
+    """Share of predictions that equal a reference."""
+    fold = str.casefold if ignore_case else str
     pairs = zip(predictions, references, strict=True)
-    rows = [(int(plain(prediction) in map(plain, texts)), 1) for prediction, texts in pairs]
-    facts = f"case:{'ci' if ignore_case else 'mixed'}|punct:{'no' if ignore_punctuation else 'yes'}"
+    rows = [(int(fold(prediction) in map(fold, texts)), 1) for prediction, texts in pairs]
+    facts = f"case:{'ci' if ignore_case else 'mixed'}|punct:yes"
     details = {"matches": sum(match for match, _ in rows), "num_examples": len(rows)}
     return SegmentStatistics(Ratio(), rows, _signature(references, facts), details)
 

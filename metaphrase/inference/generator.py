@@ -19,19 +19,7 @@ from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.errors import MetaphraseError
-from metaphrase.inference.batches import (
-    DEFAULT_BATCH_SIZE,
-    DEFAULT_MAX_TOKENS_PER_BATCH,
-    Engine,
-    Hypothesis,
-    OnBatch,
-    Partner,
-    check_sources,
-    generate_hypotheses,
-    longest_source,
-    numbering,
-    read_options,
-)
+from metaphrase.inference import batches
 from metaphrase.inference.progress import progress_bar
 from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.storage.folders import members_of
@@ -104,7 +92,7 @@ class TextStream:
     num_targets: Callable[..., int]
     generate_stream: Callable[..., Iterator[list[ScoredText]]]
 
-    def count(self, counts: Mapping[str, int], hypotheses: Iterable[list[Hypothesis]] = ()) -> None:
+    def count(self, counts: Mapping[str, int], hypotheses: Iterable[list[batches.Hypothesis]] = ()) -> None:
         """Add to the counters, by name, and to `num_unfinished` the hypotheses without their end of sequence."""
         for name, number in counts.items():
             setattr(self, name, getattr(self, name) + number)
@@ -175,7 +163,7 @@ class Plan:
             return cls([generator], None, {**risk, **options}, 1, False, True, False, minimizes_risk=True)
         options = {name: value for name, value in options.items() if value is not None or name not in _OWN_OPTIONS}
         ends_loops = bool(options.pop("end_loops", False))
-        options = read_options(complete_sampling(options))
+        options = batches.read_options(complete_sampling(options))
         partners, joint_search = generator.members, generator.joint_search
         if "assistant_model" in options:
             partners, joint_search = needed_plugin("joint_generate", "assistant_model")(generator, options)
@@ -203,13 +191,13 @@ class Plan:
         numbers = [number for number, text in enumerate(documents, start=1) for _ in text.sentences]
         unknown = self.generators[0].tokenizers.unknown_id
         num_unknown = len({number for number, ids in zip(numbers, sources[0], strict=True) if unknown in ids})
-        with numbering(numbers):
+        with batches.numbering(numbers):
             for generator, ids in zip(self.generators, sources, strict=True):
-                check_sources(ids, longest_source(generator.model), generator.max_tokens_per_batch)
+                batches.check_sources(ids, batches.longest_source(generator.model), generator.max_tokens_per_batch)
         counts = {"num_cut": num_cut, "num_truncated": num_truncated, "num_unknown": num_unknown}
         return EncodedTexts(sources, documents, counts)
 
-    def decode(self, documents: list[Document], hypotheses: list[list[Hypothesis]]) -> list[list[ScoredText]]:
+    def decode(self, documents: list[Document], hypotheses: list[list[batches.Hypothesis]]) -> list[list[ScoredText]]:
         """Return target texts for all sources. A blank source has empty ones.
 
         The score of a text is the mean of its sentences.
@@ -236,13 +224,13 @@ class Generator(TextStream):
 
     def __init__(
         self,
-        model: PreTrainedModel | Engine,
+        model: PreTrainedModel | batches.Engine,
         tokenizers: TokenizerPair,
         *,
         source_prefix: str = "",
         max_source_length: int | None = None,
-        batch_size: int = DEFAULT_BATCH_SIZE,
-        max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
+        batch_size: int = batches.DEFAULT_BATCH_SIZE,
+        max_tokens_per_batch: int = batches.DEFAULT_MAX_TOKENS_PER_BATCH,
         members: Sequence["Generator"] = (),
         vocabulary_map: Any = None,
     ):
@@ -491,7 +479,7 @@ class Generator(TextStream):
                 yield from candidates
 
     def generate_chunk(
-        self, plan: Plan, chunk: Chunk, seed: int | None, on_batch: OnBatch = None
+        self, plan: Plan, chunk: Chunk, seed: int | None, on_batch: batches.OnBatch = None
     ) -> list[list[ScoredText]]:
         """Return the candidates of each source of a chunk, whatever came before."""
         if chunk.number and self.engine_choice is not None:
@@ -501,13 +489,13 @@ class Generator(TextStream):
             seed = int(state[0] >> np.uint64(1))
         if seed is not None:
             torch.manual_seed(seed)
-        with numbering(range(chunk.first + 1, chunk.first + len(chunk.texts) + 1)):
+        with batches.numbering(range(chunk.first + 1, chunk.first + len(chunk.texts) + 1)):
             if plan.minimizes_risk:
                 return [[candidate] for candidate in self.generate_mbr(chunk.texts, **plan.options)]
             return self.generate_planned(plan, chunk.texts, on_batch=on_batch)
 
     def generate_planned(
-        self, plan: Plan, texts: list[str], show_progress: bool | None = False, on_batch: OnBatch = None
+        self, plan: Plan, texts: list[str], show_progress: bool | None = False, on_batch: batches.OnBatch = None
     ) -> list[list[ScoredText]]:
         """Return the candidates of each text: the way from texts to ids, from ids to hypotheses, and from these to texts."""
         encoded = plan.encode(texts)
@@ -517,17 +505,19 @@ class Generator(TextStream):
         return plan.decode(encoded.documents, hypotheses)
 
     def generate_encoded(
-        self, plan: Plan, encoded: EncodedTexts, show_progress: bool | None = False, on_batch: OnBatch = None
-    ) -> list[list[Hypothesis]]:
+        self, plan: Plan, encoded: EncodedTexts, show_progress: bool | None = False, on_batch: batches.OnBatch = None
+    ) -> list[list[batches.Hypothesis]]:
         """Return the hypotheses of each sentence, and count. The server overrides this method, so that requests share batches."""
         ids, *partner_ids = encoded.ids
         # A copy, because the search counts its drafts.
         model, joint_search = self.model, copy.copy(plan.joint_search)
-        partners = [Partner(other.model, rows) for other, rows in zip(plan.generators[1:], partner_ids, strict=True)]
+        partners = [
+            batches.Partner(other.model, rows) for other, rows in zip(plan.generators[1:], partner_ids, strict=True)
+        ]
         if self.engine_choice is not None and ids:
             sizes = self.batch_size, plan.return_scores, bool(partners)
             model = self.engine_choice.choose(model, plan.options, ids, *sizes)
-        hypotheses = generate_hypotheses(
+        hypotheses = batches.generate_hypotheses(
             model,
             ids,
             options=plan.options,
@@ -546,7 +536,7 @@ class Generator(TextStream):
 
     def generate_ids(
         self, texts: list[str], *, return_scores: bool = False, show_progress: bool | None = False, **generation_kwargs
-    ) -> list[list[Hypothesis]]:
+    ) -> list[list[batches.Hypothesis]]:
         """Return the hypotheses of texts, of which blank ones are left out. The options are those of `generate_n_best()`."""
         plan = Plan.of(self, generation_kwargs, return_scores)
         return self.generate_encoded(plan, plan.encode(texts), show_progress)

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.progress import ProgressLines
@@ -225,13 +225,6 @@ class ProgressLog(TrainerCallback):
             scores = {name.removeprefix("eval_"): value for name, value in metrics.items()}
             texts = [f"{name} {value:.4g}" for name, value in scores.items() if not name.endswith(_OTHER_VALUES)]
             logger.info("update %d, validation: %s", state.global_step, ", ".join(texts))
-
-
-def with_plain_lines(trainer: Trainer, deadline: float = math.inf) -> Trainer:
-    """Return the trainer with plain lines in place of transformers' bars and dictionaries. A notebook keeps its table."""
-    if trainer.pop_callback(PrinterCallback) or trainer.pop_callback(ProgressCallback):
-        trainer.add_callback(ProgressLog(deadline))
-    return trainer
 
 
 def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback], control: TrainerControl) -> None:

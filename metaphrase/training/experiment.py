@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import is_peft_available
 
 import metaphrase
@@ -30,24 +31,17 @@ from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.storage.folders import write_json
 from metaphrase.storage.loading import refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training import checkpoints
+from metaphrase.training import checkpoints, model_setup
 from metaphrase.training.callbacks import (
     EarlyStopping,
     EndOnInterrupt,
+    ProgressLog,
     TimeBudget,
     final_share,
     parse_seconds,
-    with_plain_lines,
 )
 from metaphrase.training.corpora import PairCorpus, open_corpus
 from metaphrase.training.distributed import check_same_in_all, is_adapted, join_processes
-from metaphrase.training.model_setup import (
-    Data,
-    longest_sequences,
-    make_model,
-    make_tokenizers,
-    remove_ineffective_settings,
-)
 from metaphrase.training.recipe.fields import DECODING, check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer
@@ -71,7 +65,11 @@ class Experiment:
     """
 
     def __init__(
-        self, recipe: Recipe, is_dry_run: bool = False, started: float | None = None, data: Data | None = None
+        self,
+        recipe: Recipe,
+        is_dry_run: bool = False,
+        started: float | None = None,
+        data: model_setup.Data | None = None,
     ):
         """Check everything that can be checked before any work is done.
 
@@ -97,7 +95,7 @@ class Experiment:
                     refuse_missing_folder(getattr(recipe, name), name)
             if recipe.lora_rank is not None and not is_peft_available():
                 raise ImportError("LoRA needs peft, which is not installed: pip install metaphrase[lora]")
-            self.corpus = open_corpus(recipe, self.arguments, longest_sequences(recipe))
+            self.corpus = open_corpus(recipe, self.arguments, model_setup.longest_sequences(recipe))
             recipe = self.corpus.recipe
         else:
             self.corpus = data.corpus
@@ -111,19 +109,19 @@ class Experiment:
         self._is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
         self.checkpoint = None if self._is_unchecked else checkpoints.checkpoint_to_resume(recipe, self.folder)
 
-    def prepare(self) -> Data:
+    def prepare(self) -> model_setup.Data:
         """Read the corpus, make the tokenizers and encode all pairs. A second call returns the same."""
         if self._data is None:
             with self.arguments.main_process_first(desc="reading the corpus"):
                 load(self.corpus)
-            tokenizers = make_tokenizers(self.recipe, self.corpus, self.checkpoint)
+            tokenizers = model_setup.make_tokenizers(self.recipe, self.corpus, self.checkpoint)
             with self.arguments.main_process_first(desc="encoding the corpus"):
-                self._data = Data(self.corpus, tokenizers, self.corpus.encode(tokenizers))
+                self._data = model_setup.Data(self.corpus, tokenizers, self.corpus.encode(tokenizers))
         return self._data
 
     def make_model(self) -> PreTrainedModel:
         """Return the model to train."""
-        return make_model(self.recipe, self.prepare())
+        return model_setup.make_model(self.recipe, self.prepare())
 
     def train(self, callbacks: Sequence[TrainerCallback] = ()) -> dict:
         """Train, save and score the model, and return the content of `metrics.json`. `callbacks` come after those of the run.
@@ -199,7 +197,7 @@ class Experiment:
         config = generator.model.generation_config
         for name, value in values.items():
             setattr(config, name, value)
-        remove_ineffective_settings(config)
+        model_setup.remove_ineffective_settings(config)
         config.save_pretrained(self.folder)
         self.recipe = self.recipe.replace(**values, reasons={**self.recipe.reasons, "num_beams": reason})
 
@@ -279,7 +277,7 @@ def warn(occasion: str, *arguments: Any) -> None:
         log_alerts(occasion, *arguments)
 
 
-def check_references(data: Data, scores: TaskScores) -> None:
+def check_references(data: model_setup.Data, scores: TaskScores) -> None:
     """Refuse references that the metrics cannot score."""
     corpus, split = data.corpus, data.corpus.scored_split()
     if split is not None:
@@ -296,7 +294,7 @@ def pad_to_multiple_of(arguments: Seq2SeqTrainingArguments) -> int:
 def make_trainer(
     recipe: Recipe,
     arguments: Seq2SeqTrainingArguments,
-    data: Data,
+    data: model_setup.Data,
     model: PreTrainedModel,
     scores: TaskScores,
     deadline: float = math.inf,
@@ -340,7 +338,10 @@ def make_trainer(
         best_kept_metric=recipe.metric_for_best_model or checkpoints.DEFAULT_METRIC,
         generation_options={"num_beams": arguments.generation_num_beams or 1},
     )
-    return with_plain_lines(trainer, deadline)
+    # Plain lines, in place of transformers' bars and dictionaries. A notebook keeps its table.
+    if trainer.pop_callback(PrinterCallback) or trainer.pop_callback(ProgressCallback):
+        trainer.add_callback(ProgressLog(deadline))
+    return trainer
 
 
 def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path) -> PreTrainedModel:

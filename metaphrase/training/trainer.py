@@ -49,19 +49,8 @@ from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.storage.folders import set_modes_of_weights
 from metaphrase.storage.weight_files import is_finite
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training import checkpoints
+from metaphrase.training import checkpoints, distributed
 from metaphrase.training.callbacks import restore_callbacks
-from metaphrase.training.distributed import (
-    class_before_sharding,
-    gather_model,
-    ignore_repeated_pairs,
-    is_adapted,
-    is_data_parallel,
-    is_sharded,
-    keep_embeddings_together,
-    saves_whole_weights,
-    seed_process,
-)
 from metaphrase.training.training_loss import TrainingLoss, repeat_batch, smooths_labels
 
 logger = logging.getLogger(__name__)
@@ -200,18 +189,18 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 raise MetaphraseError(f"`r_drop_alpha` must come with a Metaphrase model, got a {kind}.")
             # Models of other families neither smooth labels nor divide by the labels of the whole step.
             self.compute_loss_func = self._loss_of_logits
-        if not saves_whole_weights(self.accelerator.state):
+        if not distributed.saves_whole_weights(self.accelerator.state):
             raise MetaphraseError(
                 "Checkpoints must hold whole weights, got settings by which each process saves its share. Set "
                 "`fsdp_state_dict_type` to FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` to true."
             )
         if self.is_fsdp_enabled:
-            self.accelerator.prepare = keep_embeddings_together(self.accelerator.prepare)
+            self.accelerator.prepare = distributed.keep_embeddings_together(self.accelerator.prepare)
 
     def create_optimizer(self, model=None):
         optimizer, config, head = super().create_optimizer(model), self.model.config, self.model.get_output_embeddings()
-        starts_with_zeros = not getattr(config, "train_padding_embedding", True) and not is_sharded(self.model)
-        row = config.decoder_start_token_id if starts_with_zeros else None
+        starts_with_zeros = not getattr(config, "train_padding_embedding", True)
+        row = config.decoder_start_token_id if starts_with_zeros and not distributed.is_sharded(self.model) else None
         if row is not None and row == config.pad_token_id and not head.weight[row].any():
             # A tied output projection would train the zeros, with which Marian's decoder starts.
             optimizer.register_step_post_hook(lambda *_: head.weight.detach()[row].zero_())
@@ -230,7 +219,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         else:
             state, labels = self.accelerator.gradient_state, inputs["labels"]
             if state.end_of_dataloader:
-                labels = ignore_repeated_pairs(labels, state.remainder, self.args.process_index)
+                labels = distributed.ignore_repeated_pairs(labels, state.remainder, self.args.process_index)
             num_labels = (labels != IGNORED_LABEL).sum().item()
             # All processes must compute, where weights are sharded: a batch of repeated pairs alone runs with its labels,
             # uncounted.
@@ -277,7 +266,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             sampler = LengthGroupedSampler(dataset[column][:], arguments.train_batch_size, data_seed(arguments))
             sampler_fn = lambda _: sampler  # noqa: E731
         # accelerate takes the seed of torch's generator for the order of the pairs, which must be one for all processes.
-        is_shared = is_training and is_data_parallel(arguments, self.accelerator)
+        is_shared = is_training and distributed.is_data_parallel(arguments, self.accelerator)
         drops_last = arguments.dataloader_drop_last
         arguments.dataloader_drop_last = drops_last and is_training
         try:
@@ -293,7 +282,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # The last batches of an epoch may hold repeated pairs.
         if (
-            is_data_parallel(self.args, self.accelerator)
+            distributed.is_data_parallel(self.args, self.accelerator)
             and self.max_tokens_per_batch is None
             and hasattr(self.train_dataset, "__len__")
             and not self.args.dataloader_drop_last
@@ -322,7 +311,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             if is_last and labels is not None and "target_lengths" not in batch:
                 # accelerate's own `remainder` is unknown to a loader that skips batches.
                 num_pairs = len(self.train_dataset) % (len(labels) * self.args.world_size)
-                batch = {**batch, "labels": ignore_repeated_pairs(labels, num_pairs, self.args.process_index)}
+                labels = distributed.ignore_repeated_pairs(labels, num_pairs, self.args.process_index)
+                batch = {**batch, "labels": labels}
             yield batch
 
     # Batches by a token budget
@@ -447,7 +437,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     # transformers 5.24.0: takes an epoch that is not yet evaluated for one that is over, and restores no callbacks.
     def _init_training_state(self, max_steps, steps_per_epoch, num_epochs, checkpoint, trial):
         epoch, batches = super()._init_training_state(max_steps, steps_per_epoch, num_epochs, checkpoint, trial)
-        seed_process(self.args, self.accelerator)
+        distributed.seed_process(self.args, self.accelerator)
         # `auto_find_batch_size` may begin several times.
         self._checkpoint, self._resumed, self._is_epoch_end_due, self._places = checkpoint, None, False, {}
         self._start, self._seconds_before, self._reported_step = time.time(), 0.0, self.state.global_step
@@ -654,7 +644,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         """Return the model to decode with, whole on each process. If weights are sharded, all processes must call this."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         # FSDP 1 marks its wrapper, which is gone here, and not the model.
-        return gather_model(model) if self.is_fsdp_enabled or is_sharded(model) else model
+        return distributed.gather_model(model) if self.is_fsdp_enabled or distributed.is_sharded(model) else model
 
     # Saving
 
@@ -722,7 +712,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # If the model was sharded when it was loaded, all processes gather its weights.
         if self.args.should_save or getattr(self, "is_distributed_loading_by_transformers", False):
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            sharded, model.__class__ = type(model), class_before_sharding(model)
+            sharded, model.__class__ = type(model), distributed.class_before_sharding(model)
             if self.args.save_on_each_node:
                 # transformers 5.24.0: only the first process of all saves the weights.
                 model.should_save_on_this_rank = bool
@@ -738,7 +728,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             arguments = json.dumps(self.args.to_dict(), indent=2, default=str)
             (Path(folder) / checkpoints.ARGUMENTS_NAME).write_text(arguments + "\n", encoding="utf-8")
             # peft saves the adapter alone.
-            if is_adapted(self.model):
+            if distributed.is_adapted(self.model):
                 self.model.generation_config.save_pretrained(folder)
             if self.tokenizers is not None:
                 self.tokenizers.save_pretrained(folder)

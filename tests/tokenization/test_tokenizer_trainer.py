@@ -188,7 +188,8 @@ def test_saved_tokenizers_load_without_metaphrase(tmp_path):
     texts = ["<2de> A small </s> Hund", "ein an@@ trie@@ b .", *STRANGE_TEXTS]
     expected = {}
     for kind in TOKENIZER_KINDS:
-        tokenizer = train(kind, additional_special_tokens=["<2de>"], model_max_length=77)
+        tokenizer = train(kind, additional_special_tokens=["<2de>"])
+        tokenizer.model_max_length = 77
         tokenizer.save_pretrained(tmp_path / kind)
         ids = tokenizer(texts)["input_ids"]
         decoded = [tokenizer.decode(row, skip_special_tokens=True) for row in ids]

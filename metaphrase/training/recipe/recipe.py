@@ -279,6 +279,8 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     """
     values = {} if path is None else _read_fields(Path(path))
     for option, words in _split_options(overrides):
+        if option.startswith("no_") and not words and option[3:] in Recipe.model_fields:
+            option, words = option[3:], ["false"]
         # The keys of `search` are names of fields, which have dots.
         name, *keys = option.split(".", maxsplit=1 if option.startswith("search.") else -1)
         fields.group_of(name, "the command line")
@@ -333,12 +335,7 @@ def _split_options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
             options[-1][1].append(word)
         else:
             raise MetaphraseError(f"The command line must name a field with --field before a value, got {word!r}.")
-    return [
-        (name[3:], ["false"])
-        if name.startswith("no_") and not values and name[3:] in Recipe.model_fields
-        else (name, values)
-        for name, values in options
-    ]
+    return options
 
 
 def describe_fields() -> str:
