@@ -75,10 +75,8 @@ def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
     hashes = np.fromiter(map(hash, zip(*columns, strict=True)), np.int64, len(pairs))
     number = len(pairs) - len(np.unique(hashes))
     if number > _REPEATED_PAIRS * len(pairs):
-        yield (
-            f"{corpus.label}train: {number:,} of {len(pairs):,} pairs repeat an earlier one. They weigh more in training, and "
-            "make its epochs longer. `metaphrase filter` drops them."
-        )
+        shown = f"{corpus.label}train: {number:,} of {len(pairs):,} pairs"
+        yield f"{shown} repeat an earlier one, and weigh more in training. `metaphrase filter` drops them."
     if len(pairs) < _MIN_PAIRS:
         return
     first = pairs["source"][0][prefix:].strip(), pairs["target"][0].strip()
@@ -94,10 +92,7 @@ def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
     equal = sum(map(str.__eq__, sources, targets)) / len(targets)
     texts = sources + targets
     if sum(len(text) > 1 and text[0] == text[-1] == '"' for text in texts) >= _QUOTED * len(texts):
-        yield (
-            f"{corpus.label}train: quotes stand around nearly all texts, and stay in them. Only a .csv file may quote its texts: "
-            "remove the quotes."
-        )
+        yield f"{corpus.label}train: quotes stand around nearly all texts. Remove them: only a .csv file may quote its texts."
     counts = Counter(targets)
     text, most = counts.most_common(1)[0]
     if equal >= _EQUAL_SIDES:

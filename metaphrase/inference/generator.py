@@ -511,9 +511,8 @@ class Generator(TextStream):
         ids, *partner_ids = encoded.ids
         # A copy, because the search counts its drafts.
         model, joint_search = self.model, copy.copy(plan.joint_search)
-        partners = [
-            batches.Partner(other.model, rows) for other, rows in zip(plan.generators[1:], partner_ids, strict=True)
-        ]
+        inputs = zip(plan.generators[1:], partner_ids, strict=True)
+        partners = [batches.Partner(other.model, rows) for other, rows in inputs]
         if self.engine_choice is not None and ids:
             sizes = self.batch_size, plan.return_scores, bool(partners)
             model = self.engine_choice.choose(model, plan.options, ids, *sizes)

@@ -78,12 +78,10 @@ class TimeBudget(EarlyEnd):
         self.deadline, self.final_share, self.seconds = deadline, final_share, seconds
         self.start, self.reserved, self.progress = time.time(), 0.0, 0.0
 
-    def _measure(self) -> float:
-        return (time.time() - self.start) / max(1e-9, self.deadline - self.reserved - self.start)
-
     def on_optimizer_step(self, *_, **__):
         # The step of the schedule follows.
-        self.progress = from_first_process(self._measure)
+        seconds = max(1e-9, self.deadline - self.reserved - self.start)
+        self.progress = from_first_process(lambda: (time.time() - self.start) / seconds)
 
     def is_due(self) -> bool:
         return self.progress >= 1

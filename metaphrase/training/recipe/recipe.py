@@ -352,9 +352,8 @@ def describe_fields() -> str:
     for name, (group, text) in texts.items():
         field = Recipe.model_fields[name]
         shown = "" if field.default in (None, "", {}) else f" [{field.default}]"
-        lines = f"  --{name}{shown}  ({fields.type_name(field.annotation)})\n" + textwrap.indent(
-            textwrap.fill(text, 104), " " * 6
-        )
+        text = textwrap.indent(textwrap.fill(text, 104), " " * 6)
+        lines = f"  --{name}{shown}  ({fields.type_name(field.annotation)})\n{text}"
         groups.setdefault(group, []).append(lines)
     return "\n\n".join([head, *(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())])
 
