@@ -63,7 +63,6 @@ def run(subcommand: str, words: Sequence[str]) -> int:
     logging.getLogger("huggingface_hub").propagate = False
     for name in () if is_verbose else _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    arguments = argparse.Namespace()
     try:
         # Help, and an error in the command line, do not wait for imports.
         arguments = parse(subcommand, words)

@@ -48,7 +48,7 @@ class TokenizerPair:
         for side, tokenizer in (("source", self.source), ("target", self.target)):
             for name in ("pad_token", "eos_token"):
                 if getattr(tokenizer, name) is None:
-                    hint = f"Pass `{name}=...` to `from_pretrained`, or set it with `tokenizer.add_special_tokens`."
+                    hint = f"Set it with `tokenizer.add_special_tokens`, or pass `{name}=...` to `from_pretrained`."
                     raise MetaphraseError(f"The {side} tokenizer must have a `{name}`, got None. {hint}")
         pads = self.source.pad_token_id, self.target.pad_token_id
         if pads[0] != pads[1]:

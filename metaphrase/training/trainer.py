@@ -96,10 +96,10 @@ def check_optimizer(arguments: TrainingArguments) -> None:
 class MetaphraseTrainer(Seq2SeqTrainer):
     """Trainer of an encoder-decoder.
 
-    - Batches: with `max_tokens_per_batch` they are formed by tokens, and packed where the model reads packed rows. With
-      `group_by_length` and a length column, a batch has pairs of like length. Several processes share one order of the
-      pairs. Pairs that accelerate repeats at the end of an epoch have their labels ignored, so the last step is that of a single
-      process. Batches by tokens have fillers instead. Evaluation never drops the last batch.
+    - Batches: with `max_tokens_per_batch` they are formed by tokens, and packed where the model reads packed rows and the
+      collator only pads. With `group_by_length` and a length column, a batch has pairs of like length. Several processes share
+      one order of the pairs. Pairs that accelerate repeats at the end of an epoch have their labels ignored, so the last step is
+      that of a single process. Batches by tokens have fillers instead. Evaluation never drops the last batch.
     - Loss: a mean over the tokens of a whole step, for models of other families too. So gradient accumulation and several
       processes give the gradient of one large batch. The model smooths labels, and in training alone. R-Drop runs each batch
       twice in one call, and adds the divergence of the two predictions (Liang et al. 2021, section 2, arXiv 2106.14448).
