@@ -16,13 +16,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.utils import validate_repo_id
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.hub_card.figures import LOWER_IS_BETTER, SCORE_LABELS, draw_training_curve, is_finite
+from metaphrase.hub_card.figures import SCORE_LABELS, draw_training_curve, is_finite
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_fields
 from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.checkpoints import RECIPE_NAME
-from metaphrase.training.recipe.recipe import load_yaml
+from metaphrase.training.recipe.recipe import is_better_lower, load_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ UNKNOWN = "unknown"
 # A card with this line may be replaced. Without the line, somebody made or changed the card.
 MARKER = "<!-- Written by Metaphrase from this folder's files. Delete this line to protect your own changes. -->"
 OWN_TAGS = ("metaphrase", "encoder-decoder")
-TASKS = ("translation", "summarization", "text2text-generation")
 # ISO 639 code with an optional script or region, or the Hub's special value.
 LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})*|multilingual")
 # Facts that the Hub's metadata have no field for. They stand under the key `metaphrase`.
@@ -88,9 +87,8 @@ class TrainedFolder:
         self.path = Path(folder)
         if not self.path.is_dir():
             raise MetaphraseError(f"`folder` must be an existing folder, got {str(folder)!r}.")
-        self.metrics, self.state, self.config = (
-            read_fields(self.path / f"{name}.json") for name in ("metrics", "trainer_state", "config")
-        )
+        paths = (self.path / f"{name}.json" for name in ("metrics", "trainer_state", "config"))
+        self.metrics, self.state, self.config = map(read_fields, paths)
         self.recipe = read_recipe(self.path)
         self.num_parameters = None
         if weight_names(self.path):
@@ -101,9 +99,7 @@ class TrainedFolder:
         self.scores, data = metrics.get("scores") or {}, metrics.get("data") or {}
         for name, result in self.scores.items():
             if not (isinstance(result, Mapping) and is_finite(result.get("score"))):
-                raise MetaphraseError(
-                    f"`scores.{name}` in `metrics.json` must hold a finite number as `score`, got {result!r}."
-                )
+                raise MetaphraseError(f"`scores.{name}` in `metrics.json` must have a finite `score`, got {result!r}.")
         self.data_name = redact(str(data["name"])) if data.get("name") else None
         self.scored_pairs = self.data_name and plain(self.data_name)
         if self.data_name and (self.recipe or {}).get(f"num_{data.get('split')}") and metrics.get("num_examples"):
@@ -149,10 +145,8 @@ def score_values(scores: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, st
 
 def with_interval(result: Mapping[str, Any]) -> str:
     """Return a score in percent with its 95 % interval, if the scores hold one."""
-    # Earlier versions had no interval in `metrics.json`, but sacreBLEU's center and half width.
-    mean, half = (result.get(f"confidence_{name}", 0.0) for name in ("mean", "var"))
-    low, high = result.get("confidence_interval", (mean - half, mean + half))
-    return f"{result['score']:.2f}" + (f" (95 % interval {low:.2f} to {high:.2f})" if "bs" in result else "")
+    ends = result.get("confidence_interval")
+    return f"{result['score']:.2f}" + (" (95 % interval {:.2f} to {:.2f})".format(*ends) if ends else "")
 
 
 def plain(value: Any) -> str:
@@ -210,13 +204,9 @@ def write_model_card(
     trained, stated = TrainedFolder(folder), facts or Facts()
     path = trained.path / "README.md"
     if path.exists() and not overwrite and not is_own_card(path):
-        raise MetaphraseError(
-            f"`overwrite` must be True to replace a README.md that was written otherwise, got {str(path)!r}."
-        )
+        raise MetaphraseError(f"`overwrite` must be True to replace another README.md, got {str(path)!r}.")
     if repo_id is not None:
         validate_repo_id(repo_id)
-    if stated.task is not None and stated.task not in TASKS:
-        raise MetaphraseError(f"`task` must be one of {', '.join(TASKS)}, got {stated.task!r}.")
     config, metrics, recipe = trained.config or {}, trained.metrics, trained.recipe or {}
     languages = {name: getattr(stated, name) or recipe.get(name) for name in LANGUAGE_FIELDS}
     is_translation = all(languages.values()) and len(set(languages.values())) == 2
@@ -231,7 +221,7 @@ def write_model_card(
     prefix = redact(str(task.get("source_prefix") or ""), has_paths=False)
     score_rows = []
     for name, label, score, signature in score_values(trained.scores):
-        direction = " (lower is better)" if name in LOWER_IS_BETTER else ""
+        direction = " (lower is better)" if is_better_lower(name) else ""
         # ROUGE has several values. The interval is that of ROUGE-L.
         has_interval = name != "rouge" or label == "ROUGE-L"
         shown = with_interval(trained.scores[name]) if has_interval else f"{score:.2f}"
@@ -325,9 +315,7 @@ def read_facts(path: str | os.PathLike) -> Facts:
     try:
         data = metadata_load(path) or {}
     except (ValueError, yaml.YAMLError) as error:
-        raise MetaphraseError(
-            f"The metadata of README.md must be readable, got an error in {str(path)!r}: {error}. Repair or delete it."
-        ) from error
+        raise MetaphraseError(f"The metadata of README.md must be readable, got {str(path)!r}: {error}") from error
     tags = [tag for tag in data.get("tags") or () if tag not in OWN_TAGS]
     named = {"license": data.get("license"), "base_model": data.get("base_model"), "tags": tags}
     return Facts(**named, datasets=data.get("datasets") or (), **data.get("metaphrase") or {})

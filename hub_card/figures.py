@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from metaphrase.storage.folders import file_in_one_step
+from metaphrase.training.recipe.recipe import is_better_lower
 
 # Uses matplotlib's object interface with one backend, and so leaves pyplot's global state alone.
 DOTS_PER_INCH = 150
 TRAIN_COLOR, EVAL_COLOR, SCORE_COLOR, BEST_COLOR, TEXT_COLOR = "#4477AA", "#CC6633", "#228855", "#AA3377", "#333333"
-LOWER_IS_BETTER = ("ter", "wer", "cer")
 # In percent; the first one in the log is drawn.
 SCORE_LABELS = {"bleu": "BLEU", "chrf": "chrF", "chrf++": "chrF++", "ter": "TER", "rouge": "ROUGE-L"}
 SCORE_LABELS |= {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeLsum": "ROUGE-Lsum"}
@@ -96,7 +96,7 @@ def draw_training_curve(
     if best_key in series:
         steps, values = series[best_key]
         name = best_key.removeprefix("eval_")
-        index = int(np.argmin(values) if name in ("loss", *LOWER_IS_BETTER) else np.argmax(values))
+        index = int(np.argmin(values) if is_better_lower(name) else np.argmax(values))
         star = {"color": BEST_COLOR, "markersize": 13, "markeredgecolor": "white", "zorder": 5}
         label = f"best: {values[index]:.4g} {SCORE_LABELS.get(name, name)} at step {steps[index]:,.0f}"
         panels[0 if name == "loss" else -1 - has_rate].plot(steps[[index]], values[[index]], "*", label=label, **star)

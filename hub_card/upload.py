@@ -4,13 +4,12 @@ import contextlib
 import glob
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -133,9 +132,7 @@ def check_folder(folder: Path) -> None:
     names = ["config.json", *(weight_names(folder) or [SAFE_WEIGHTS_NAME])] if exported is None else exported
     if missing := [name for name in names if not (folder / name).is_file()]:
         kind = "model" if exported is None else "export"
-        raise MetaphraseError(
-            f"`folder` must hold a whole {kind}, but {', '.join(missing)} is missing in {str(folder)!r}."
-        )
+        raise MetaphraseError(f"`folder` must hold a whole {kind}, got {str(folder)!r} without {', '.join(missing)}.")
     if exported is not None:
         return
     # Opens the files that the card is made from.
@@ -147,19 +144,13 @@ def check_folder(folder: Path) -> None:
             TokenizerPair.from_pretrained(folder)
         except ImportError:
             logger.info("The tokenizers were not loaded: a package is missing.")
-        except Exception as error:
-            # transformers and tokenizers raise all kinds of errors for damaged files.
-            text = " ".join(str(error).split())
-            raise MetaphraseError(f"`folder` must hold tokenizers that load, got {str(folder)!r}: {text}") from error
     with contextlib.ExitStack() as files:
         weights = WeightFiles(folder, files)
         for name in weights.kinds:
             # Refuses values that are not finite.
             weights.read(name)
     if secrets := [name for name in SECRET_FIELDS if recipe.get(name)]:
-        raise MetaphraseError(
-            f"`{RECIPE_NAME}` must hold no secret before it is shared, got {', '.join(secrets)} in {folder / RECIPE_NAME}."
-        )
+        raise MetaphraseError(f"`{RECIPE_NAME}` must hold no secret, got {', '.join(secrets)} in {str(folder)!r}.")
 
 
 def upload(
@@ -177,39 +168,13 @@ def upload(
         The name of the repository and the id of the commit, with a space between.
     """
     api = HfApi(token=token)
-    with _naming_refusals(api, repo_id):
-        repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
-        # The Hub does not change the visibility of an existing repository.
-        if private and not api.repo_info(repo_id).private:
-            raise MetaphraseError(f"`private` must be left out for a repository that is public, got {repo_id!r}.")
-        if revision is not None and not revision.startswith("refs/"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
-        commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=revision)
+    repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
+    # The Hub does not change the visibility of an existing repository.
+    if private and not api.repo_info(repo_id).private:
+        raise MetaphraseError(f"`private` must be left out for a repository that is public, got {repo_id!r}.")
+    if revision is not None and not revision.startswith("refs/"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
+    commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=revision)
     logger.info("See %s", commit.commit_url)
     return f"{repo_id} {commit.oid}"
-
-
-def check_access(repo_id: str, token: str | None) -> None:
-    """Check that the Hub can be reached and knows the token, before anything is written."""
-    api = HfApi(token=token)
-    with _naming_refusals(api, repo_id):
-        api.whoami()
-
-
-@contextlib.contextmanager
-def _naming_refusals(api: HfApi, repo_id: str) -> Iterator[None]:
-    """Say in errors of the Hub how to mend them."""
-    try:
-        yield
-    except (LocalTokenNotFoundError, HfHubHTTPError) as error:
-        if isinstance(error, HfHubHTTPError) and error.response.status_code not in (401, 403):
-            raise
-        raise PermissionError(
-            f"A token is needed to write to {repo_id!r}: log in with `hf auth login`, or set a token with write access by "
-            f"HF_TOKEN or --token. {error}"
-        ) from error
-    except HTTPError as error:
-        raise ConnectionError(
-            f"{api.endpoint} cannot be reached: {error or type(error).__name__}. Try again with a network."
-        ) from error

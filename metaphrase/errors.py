@@ -7,8 +7,8 @@ from pathlib import Path
 # Note of an error that the first process has raised and shown.
 OF_FIRST_PROCESS = "The first process has raised this error, and all end with it."
 _PACKAGE = Path(__file__).parent
-# Errors of damaged weights, and of a field of the wrong type in a configuration.
-_ERRORS_OF_LIBRARIES = {"SafetensorError", "StrictDataclassError"}
+# Errors of damaged weights, of a field of the wrong type in a configuration, and of the network.
+_ERRORS_OF_LIBRARIES = {"SafetensorError", "StrictDataclassError", "HTTPError"}
 
 
 class MetaphraseError(ValueError):

@@ -63,7 +63,6 @@ def run(subcommand: str, words: Sequence[str]) -> int:
     logging.getLogger("huggingface_hub").propagate = False
     for name in () if is_verbose else _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    arguments = argparse.Namespace()
     try:
         # Help, and an error in the command line, do not wait for imports.
         arguments = parse(subcommand, words)
@@ -92,10 +91,6 @@ def run(subcommand: str, words: Sequence[str]) -> int:
             raise
         # Errors of the Hub and of configurations have many lines.
         text = str(error) if isinstance(error, ValueError | ImportError) else " ".join(str(error).split())
-        # A full disk has no name, neither from Python nor from safetensors.
-        is_of_disk = "(os error " in text or (isinstance(error, OSError) and error.errno and not error.filename)
-        if is_of_disk and (output := getattr(arguments, "output", getattr(arguments, "output_dir", None))):
-            text += f" (output: {output})"
         print(f"metaphrase {subcommand}: error: {text}", file=sys.stderr)
         if is_verbose:
             raise

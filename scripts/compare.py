@@ -9,24 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from metaphrase.analysis import pages
 from metaphrase.analysis.comparison import TestSet, compare, compute_segments, external_segments
-from metaphrase.analysis.pages import (
-    describe_tests,
-    label_of,
-    length_rows,
-    score_rows,
-    show_score,
-    spell_out,
-    word_rows,
-    write_comparison_page,
-)
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import METRICS, check_references, metric_options, write_metrics
-from metaphrase.hub_card.figures import LOWER_IS_BETTER
 from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.parsers import check_dependents, given_options
 from metaphrase.storage.folders import check_writable
 from metaphrase.tokenization import iterate_lines
+from metaphrase.training.recipe.recipe import LOWER_IS_BETTER
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +58,9 @@ def main(arguments: argparse.Namespace) -> None:
         num_sentences=arguments.num_sentences,
     )
     for line in describe(report):
-        print(spell_out(line, ("Cc", "Cf", "Cs", "Zl", "Zp")))
+        print(pages.spell_out(line, ("Cc", "Cf", "Cs", "Zl", "Zp")))
     for path in arguments.output:
-        write_comparison_page(report, path) if path.endswith(".html") else write_metrics(path, report)
+        pages.write_comparison_page(report, path) if path.endswith(".html") else write_metrics(path, report)
         logger.info("Written to %s", path)
 
 
@@ -116,21 +107,21 @@ def read_systems(arguments: argparse.Namespace) -> tuple[TestSet, dict[str, list
 def describe(report: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of a report for a terminal."""
     yield f"SCORES OF {report['num_sentences']} SENTENCES"
-    yield from align(score_rows(report), num_texts=2)
-    yield from (f"{label_of(name)}: {part['signature']}" for name, part in report["scores"].items())
-    yield from (describe_tests(report), "", "SCORES BY LENGTH of the reference")
-    yield from align(length_rows(report), num_texts=1)
+    yield from align(pages.score_rows(report), num_texts=2)
+    yield from (f"{pages.label_of(name)}: {part['signature']}" for name, part in report["scores"].items())
+    yield from (pages.describe_tests(report), "", "SCORES BY LENGTH of the reference")
+    yield from align(pages.length_rows(report), num_texts=1)
     yield from ("", f"WORDS BY FREQUENCY in the {report['words_counted_in']}")
-    yield from align(word_rows(report), num_texts=1)
+    yield from align(pages.word_rows(report), num_texts=1)
     for part, direction in itertools.product(report["differences"], ("better", "worse")):
         systems = f"{part['system']} IS {direction.upper()} THAN {report['systems'][0]}"
         if part[direction]:
-            yield from ("", f"{systems} IN THESE SENTENCES, by {label_of(report['sorted_by'])}")
+            yield from ("", f"{systems} IN THESE SENTENCES, by {pages.label_of(report['sorted_by'])}")
         for entry in part[direction][:NUM_PRINTED_SENTENCES]:
             yield f"line {entry['line']}"
             rows = [(f"  {name}", entry[name]) for name in ("source", "reference") if name in entry]
             for system, text in entry["outputs"].items():
-                score = show_score(report["sorted_by"], entry["scores"][report["sorted_by"]][system])
+                score = pages.show_score(report["sorted_by"], entry["scores"][report["sorted_by"]][system])
                 rows.append((f"  {system} ({score})", text))
             yield from align(rows, num_texts=2)
 

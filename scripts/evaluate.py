@@ -18,13 +18,8 @@ from metaphrase.hub_card.card import read_recipe, with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import check_source_length
 from metaphrase.inference.line_files import OutputFile, as_lines, check_files
+from metaphrase.scripts import parsers
 from metaphrase.scripts.generate import keep_memory
-from metaphrase.scripts.parsers import (
-    check_dependents,
-    chosen_generation_options,
-    chosen_loading_options,
-    given_options,
-)
 from metaphrase.scripts.parsers.options import COLUMNS
 from metaphrase.storage.folders import check_writable, members_of, read_fields
 from metaphrase.tokenization import join_pieces
@@ -34,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    check_dependents(arguments, source_column="file", target_column="file")
+    parsers.check_dependents(arguments, source_column="file", target_column="file")
     recipe = read_recipe(Path((members_of(arguments.model) or [arguments.model])[0])) or {}
-    if arguments.file is not None and not given_options(arguments, COLUMNS):
+    if arguments.file is not None and not parsers.given_options(arguments, COLUMNS):
         columns = {name: recipe.get(name) for name in COLUMNS}
         # The columns of texts with features are those of training.
         vars(arguments).update(columns if list in map(type, columns.values()) else {})
@@ -44,17 +39,17 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.metrics = recipe.get("metrics") or list(DEFAULT_METRICS)
         arguments.bleu_tokenize = arguments.bleu_tokenize or recipe.get("bleu_tokenize")
     score_options = metric_options(arguments.metrics, arguments.bleu_tokenize, arguments.lowercase)
-    generation_options, report = chosen_generation_options(arguments), DataReport()
+    generation_options, report = parsers.chosen_generation_options(arguments), DataReport()
     names = ("file", "source_column", "target_column", "source_prefix", "malformed", "invalid_utf8")
-    options = given_options(arguments, (*names, "max_line_characters"))
+    options = parsers.given_options(arguments, (*names, "max_line_characters"))
     # Pairs with an empty side stay: they are legitimate test cases.
     pairs = load_pairs(source_file=arguments.source, target_file=arguments.target, **options, report=report)
-    inputs = given_options(arguments, ("source", "target", "file"))
-    for name, path in given_options(arguments, ("output", "predictions")).items():
+    inputs = parsers.given_options(arguments, ("source", "target", "file"))
+    for name, path in parsers.given_options(arguments, ("output", "predictions")).items():
         check_files(inputs, path, name)
     set_seed(arguments.seed)
     # `load_pairs` has added the prefix.
-    loading = chosen_loading_options(arguments) | {"source_prefix": ""}
+    loading = parsers.chosen_loading_options(arguments) | {"source_prefix": ""}
     keep_memory()
     generator = Generator.from_pretrained([arguments.model, *(arguments.ensemble or [])], **loading)
     if arguments.max_source_length is not None and arguments.source_prefix:
@@ -107,7 +102,7 @@ def describe(arguments: argparse.Namespace, pairs: Dataset, report: DataReport, 
     # Numbers of skipped pairs.
     data |= {name: getattr(report, name) for name in ("malformed", "invalid_utf8") if getattr(report, name)}
     inference = {"engine": arguments.engine, "dtype": arguments.dtype, "models": num_models}
-    inference |= given_options(arguments, ("max_source_length", "source_lang", "target_lang"))
+    inference |= parsers.given_options(arguments, ("max_source_length", "source_lang", "target_lang"))
     if arguments.use_vmap:
         inference["use_vmap"] = True
     return {"data": data, "inference": inference}
@@ -131,14 +126,11 @@ def choose_output(arguments: argparse.Namespace, measured: dict[str, dict]) -> P
             earlier = {}
         if earlier is None or all(earlier.get(name) == value for name, value in measured.items()):
             return path
+        logger.warning("%s is kept: it holds scores of the training run, or of other pairs or settings.", path)
         logger.warning(
-            "The scores will be written to %s. %s is kept: it holds scores of the training run, or of other pairs or settings. "
-            "Set --output for another file.",
-            *(Path("metrics.json").absolute(), path),
+            "The scores will be written to %s. Set --output for another file.", Path("metrics.json").absolute()
         )
     if Path("config.json").exists():
-        raise MetaphraseError(
-            f"`output` must be given in a model's folder, got None: metrics.json in {Path.cwd()} would become the scores of "
-            "its card."
-        )
+        effect = f"metrics.json in {Path.cwd()} would become the scores of its card"
+        raise MetaphraseError(f"`output` must be given in a model's folder, got None: {effect}.")
     return Path("metrics.json")

@@ -40,12 +40,6 @@ def attention(arguments: argparse.Namespace) -> None:
     """Run `metaphrase attention MODEL`: show cross-attention as a picture or a word alignment."""
     form = arguments.format or ("pharaoh" if Path(arguments.output or "").suffix in (".align", ".txt") else "png")
     output = arguments.output or DEFAULT_OUTPUTS[form]
-    for name, text, file in (
-        ("source", arguments.source, arguments.input),
-        ("target", arguments.target, arguments.target_input),
-    ):
-        if text is not None and file is not None:
-            raise MetaphraseError(f"`{name}` must be given as text or as a file, got both: {text[0]!r} and {file!r}.")
     check_files(given_options(arguments, ("input", "target_input")), output)
     sources = list(arguments.source or iterate_lines(arguments.input, arguments.max_line_characters))
     targets = arguments.target
@@ -54,9 +48,7 @@ def attention(arguments: argparse.Namespace) -> None:
     sources, targets = read_texts(sources, targets)
     nonblank = [index for index, source in enumerate(sources) if source.strip()]
     if form == "png" and len(nonblank) != 1:
-        raise MetaphraseError(
-            f"A picture must show one sentence, got {len(nonblank)}. Write a word alignment for several."
-        )
+        raise MetaphraseError(f"A picture must show one sentence, got {len(nonblank)}. Word alignments show several.")
     set_seed(arguments.seed)
     generator = Generator.from_pretrained(arguments.model, **chosen_loading_options(arguments))
     options = {"layer": arguments.layer, "head": arguments.head, **chosen_generation_options(arguments)}

@@ -17,7 +17,7 @@ from metaphrase.filtering.rules import RULES, FilterSettings
 from metaphrase.filtering.run import filter_pairs, format_report, partial_path, sample_pairs
 from metaphrase.inference import Generator
 from metaphrase.inference.progress import ProgressBar, progress_bar
-from metaphrase.scripts.parsers import given_options
+from metaphrase.scripts.parsers import check_dependents, given_options
 from metaphrase.storage.folders import VOCABULARY_MAP_NAME, file_in_one_step
 from metaphrase.storage.hints import did_you_mean
 from metaphrase.storage.loading import check_model_folder
@@ -27,22 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> None:
+    check_dependents(arguments, forward_model="backward_model", backward_model="forward_model")
     names = ("file", "source_column", "target_column", "max_line_characters")
     files = {"source_file": arguments.source, "target_file": arguments.target}
-    origins = tuple(path is not None for path in (arguments.file, arguments.source, arguments.target))
-    if origins not in ((True, False, False), (False, True, True)):
-        shown = f"{arguments.file}, {arguments.source} and {arguments.target}"
-        raise MetaphraseError(f"Pairs must come from FILE, or from `source` and `target`, got {shown}.")
     source = PairSource(**files, **given_options(arguments, names))
     if check_outputs(arguments, source.paths):
         logger.info("%s is complete, and there is no unfinished run.", arguments.output[0])
         return
     settings, score_pairs, started = chosen_settings(arguments), None, time.perf_counter()
     if "dual_cross_entropy" in settings.rules:
-        folders = settings.forward_model, settings.backward_model
-        forward, backward = (
-            Generator.from_pretrained(folder, engine="torch", device=arguments.device) for folder in folders
-        )
+        paths = settings.forward_model, settings.backward_model
+        forward, backward = (Generator.from_pretrained(path, engine="torch", device=arguments.device) for path in paths)
         score_pairs = functools.partial(dual_scores, forward, backward)
     with contextlib.ExitStack() as stack:
         bars: list[ProgressBar] = []
@@ -73,10 +68,8 @@ def main(arguments: argparse.Namespace) -> None:
         # A rule that drops a larger share may not suit the corpus.
         if count > 0.2 * report["read"]:
             hint = f" If they are good pairs, pass --skip_rules {rule}." if rule in RULES else ""
-            logger.warning(
-                "`%s` dropped %.0f %% of the pairs. See the examples of --report.%s",
-                *(rule, 100 * count / report["read"], hint),
-            )
+            share = 100 * count / report["read"]
+            logger.warning("`%s` dropped %.0f %% of the pairs. See the examples of --report.%s", rule, share, hint)
 
 
 def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
@@ -97,11 +90,6 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
             raise MetaphraseError(f"`{options[0]}` or `{options[1]}` must be given with the rule `{rule}`, got None.")
         if not any(is_given):
             rules.discard(rule)
-    if (settings.forward_model is None) != (settings.backward_model is None):
-        raise MetaphraseError(
-            "`forward_model` and `backward_model` must both be given for the rule `dual_cross_entropy`, "
-            f"got {settings.forward_model!r} and {settings.backward_model!r}."
-        )
     return replace(settings, rules=tuple(rule for rule in RULES if rule in rules))
 
 
@@ -109,9 +97,7 @@ def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
     """Check the outputs before any work. Return True if `resume` is given, and all outputs are newer than the inputs."""
     outputs = arguments.output
     if len(outputs) > 2 or (len(outputs) == 1 and not outputs[0].removesuffix(".gz").endswith((".tsv", ".jsonl"))):
-        raise MetaphraseError(
-            f"`output` must be a .tsv or .jsonl file (or with .gz after it), or two text files, got {' '.join(outputs)!r}."
-        )
+        raise MetaphraseError(f"`output` must be a .tsv or .jsonl file, or two text files, got {' '.join(outputs)!r}.")
     paths = [Path(path) for path in (*outputs, arguments.rejected, arguments.report) if path is not None]
     names = [str(path.resolve()) for path in (*paths, *map(Path, inputs))]
     for path in paths:
@@ -123,18 +109,13 @@ def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
     if arguments.overwrite or (arguments.resume and partial.exists()):
         return False
     if partial.exists():
-        raise MetaphraseError(
-            f"`output` must have no unfinished run, got {str(partial)!r}. Pass --resume to go on with the run, or --overwrite "
-            "to start again."
-        )
+        raise MetaphraseError(f"`output` must have no unfinished run, got {partial}. Pass --resume or --overwrite.")
     if arguments.resume and len(present) == len(paths):
         oldest = min(path.stat().st_mtime_ns for path in paths)
         if all(Path(path).stat().st_mtime_ns <= oldest for path in inputs):
             return True
     if present:
-        raise MetaphraseError(
-            f"`output` must be a new file, got {str(present[0])!r}. Pass --overwrite to replace the file."
-        )
+        raise MetaphraseError(f"`output` must be a new file, got {str(present[0])!r}. Pass --overwrite to replace it.")
     return False
 
 
@@ -143,9 +124,7 @@ def shortlist(arguments: argparse.Namespace) -> None:
     path, files = Path(arguments.model, VOCABULARY_MAP_NAME), arguments.pairs
     check_model_folder(path.parent)
     if path.exists() and not arguments.overwrite:
-        raise MetaphraseError(
-            f"`model` must have no {path.name}, got {str(path)!r}. Pass --overwrite to replace the file."
-        )
+        raise MetaphraseError(f"`model` must have no {path.name}, got {str(path)!r}. Pass --overwrite to replace it.")
     if len(files) > 2:
         raise MetaphraseError(f"`pairs` must be one file, or two parallel files, got {len(files)}.")
     names = ("file",) if len(files) == 1 else ("source_file", "target_file")

@@ -17,12 +17,7 @@ from metaphrase.inference import Generator
 from metaphrase.inference.generator import ScoredText
 from metaphrase.inference.line_files import OutputFile, check_files, format_targets
 from metaphrase.plugins import needed_plugin, plugin
-from metaphrase.scripts.parsers import (
-    check_dependents,
-    chosen_generation_options,
-    chosen_loading_options,
-    given_options,
-)
+from metaphrase.scripts import parsers
 from metaphrase.tokenization.texts import count_lines, iterate_lines, shard_range
 
 logger = logging.getLogger(__name__)
@@ -30,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: argparse.Namespace) -> None:
     needs = {"mbr_references": "mbr_candidates", "mbr_utility": "mbr_candidates"}
-    check_dependents(arguments, num_assistant_tokens="assistant_model", **needs)
-    options = prepare(arguments, {"input": arguments.input} | given_options(arguments, ("glossary", "file")))
-    options |= given_options(arguments, ("must_contain", "never_contain", "num_assistant_tokens", "end_loops"))
+    parsers.check_dependents(arguments, num_assistant_tokens="assistant_model", **needs)
+    options = prepare(arguments, {"input": arguments.input} | parsers.given_options(arguments, ("glossary", "file")))
+    options |= parsers.given_options(arguments, ("must_contain", "never_contain", "num_assistant_tokens", "end_loops"))
     whole = [name for name in ("file", "keep", "glossary") if getattr(arguments, name)]
     if whole or arguments.format != "text":
         needed_plugin("generate_whole_texts", (whole or ["format"])[0])(arguments, options, load)
@@ -59,12 +54,12 @@ def prepare(arguments: argparse.Namespace, inputs: dict[str, str | None]) -> dic
     """
     if arguments.chunk_size < 1:
         raise MetaphraseError(f"`chunk_size` must be at least 1, got {arguments.chunk_size}.")
-    check_dependents(arguments, resume="output")
+    parsers.check_dependents(arguments, resume="output")
     check_files(inputs, arguments.output, resume=arguments.resume)
     set_seed(arguments.seed)
     if arguments.input is None and "file" not in inputs and sys.stdin is not None and sys.stdin.isatty():
         logger.info("Reading sources from the terminal. Ctrl-D ends them. To read a file, set --input.")
-    return chosen_generation_options(arguments)
+    return parsers.chosen_generation_options(arguments)
 
 
 def keep_memory() -> None:
@@ -76,7 +71,7 @@ def keep_memory() -> None:
 @contextlib.contextmanager
 def load(arguments: argparse.Namespace, options: dict) -> Iterator[Any]:
     """Load a generator, an ensemble, a pool of processes or two models. A draft model goes to the pool, or into `options`."""
-    names, loading = [arguments.model, *(arguments.ensemble or [])], chosen_loading_options(arguments)
+    names, loading = [arguments.model, *(arguments.ensemble or [])], parsers.chosen_loading_options(arguments)
     keep_memory()
     # Drafts and pivots take no part in an ensemble of teachers.
     assistant, pivot = (getattr(arguments, name, None) for name in ("assistant_model", "pivot"))

@@ -5,12 +5,13 @@ import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.hub_card import write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
-from metaphrase.hub_card.upload import CARD, check_access, check_folder, select_files, upload, web_files
+from metaphrase.hub_card.upload import CARD, check_folder, select_files, upload, web_files
 from metaphrase.scripts.parsers import given_options
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,7 @@ def main(arguments: argparse.Namespace) -> None:
     is_written = not is_web and (arguments.overwrite_card or not (folder / CARD).exists() or is_own_card(folder / CARD))
     if card_options and not is_written:
         way = f"Edit its {CARD} yourself" if is_web else "Pass --overwrite_card to replace it"
-        raise MetaphraseError(
-            f"`{card_options[0]}` must be left out for {folder}, whose {CARD} Metaphrase did not write. {way}."
-        )
+        raise MetaphraseError(f"`{card_options[0]}` must be left out for another {CARD}, got {folder}. {way}.")
     facts = replace(read_facts(folder / CARD), **options)
     if arguments.dry_run:
         kind, branch = "private " * arguments.private, arguments.revision or "main"
@@ -45,7 +44,8 @@ def main(arguments: argparse.Namespace) -> None:
                     print(f"  {'':>15}  {name}: {' '.join(text.split())}")
         selection.report(print)
         return
-    check_access(repo_id, arguments.token)
+    # The Hub can be reached and knows the token.
+    HfApi(token=arguments.token).whoami()
     if is_written:
         write_model_card(folder, facts, repo_id=repo_id, overwrite=arguments.overwrite_card)
     selection = select_files(folder)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, naming_extra
 from metaphrase.inference.batches import LONGER_SOURCES
 from metaphrase.scripts.parsers import chosen_generation_options, chosen_loading_options
 from metaphrase.storage.loading import check_device, default_device
 from metaphrase.texts.plan import Terms, read_glossary
 
-try:
+with naming_extra("serve", "A library of the server"):
     import python_multipart  # noqa: F401  Starlette reads forms with files by this library
     import uvicorn
 
@@ -24,10 +24,6 @@ try:
     from metaphrase.serving.batcher import Batcher
     from metaphrase.serving.models import Pivot, ServedModel
     from metaphrase.serving.service import Service
-except ModuleNotFoundError as error:
-    if error.name not in ("uvicorn", "fastapi", "prometheus_client", "python_multipart"):
-        raise
-    raise ImportError(f"`metaphrase serve` needs {error.name}. Install it: pip install 'metaphrase[serve]'") from error
 
 logger = logging.getLogger(__name__)
 

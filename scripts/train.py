@@ -129,9 +129,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.resume:
         arguments.fields += ["--resume_from_checkpoint", "true"]
     if not arguments.recipe and not arguments.fields:
-        raise MetaphraseError(
-            "Give a file: metaphrase train pairs.tsv. See metaphrase train --help for recipes and other data."
-        )
+        raise MetaphraseError("Give a file: metaphrase train pairs.tsv. See metaphrase train --help for other data.")
     recipe = read_recipe(arguments)
     arguments.output_dir = recipe.output_dir
     started = psutil.Process().create_time()
@@ -206,15 +204,11 @@ def train_ensemble(recipe: Recipe, num_seeds: int, is_dry_run: bool, started: fl
     the choices for all. All have the splits of the first one. Each has an equal share of `time_budget`.
     """
     if num_seeds < 1 or recipe.objective != "pairs":
-        raise MetaphraseError(
-            f"`num_seeds` must be at least 1, and 1 for an objective other than pairs, got {num_seeds}."
-        )
+        raise MetaphraseError(f"`num_seeds` must be at least 1, and 1 with an `objective`, got {num_seeds}.")
     folder, scores = Path(recipe.output_dir), {}
     if holds_run(folder) or (folder / CONFIG_NAME).is_file():
         # Its scores would be replaced.
-        raise MetaphraseError(
-            f"`output_dir` must not hold a single run or model with `num_seeds`, got {folder}. Pass another by --output_dir."
-        )
+        raise MetaphraseError(f"`output_dir` must not hold a single run with `num_seeds`, got {folder}. Pass another.")
     fields = {"data_seed": data_seed(recipe), "resume_from_checkpoint": recipe.resume_from_checkpoint}
     if recipe.time_budget is not None:
         fields["time_budget"] = f"{parse_seconds(recipe.time_budget) / num_seeds:.0f}s"

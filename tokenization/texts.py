@@ -59,20 +59,14 @@ def open_bytes(path: str | os.PathLike | None) -> Iterator[Any]:
 
 def count_lines(path: str | os.PathLike | None) -> int | None:
     """Return the number of lines of a file, plain or compressed; None for a pipe or standard input."""
-    if path is None or (os.path.exists(path) and not os.path.isfile(path)):
-        return None
-    count, chunk = 0, b"\n"
-    with open_bytes(path) as file:
-        while following := file.read(_BYTES_PER_CHUNK):
-            chunk = following
-            count += chunk.count(b"\n")
-    return count + (not chunk.endswith(b"\n"))
+    is_stream = path is None or (os.path.exists(path) and not os.path.isfile(path))
+    return None if is_stream else line_offsets(path, unit=sys.maxsize)[1]
 
 
 def line_offsets(path: str | os.PathLike, unit: int) -> tuple[np.ndarray, int]:
-    """Return where each `unit`-th line of a file that is not compressed begins, in bytes, and the number of lines."""
+    """Return where each `unit`-th line of a file begins, in bytes that are not compressed, and the number of lines."""
     offsets, count, position, chunk = [0], 0, 0, b"\n"
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         while following := file.read(_BYTES_PER_CHUNK):
             chunk = following
             ends = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n"))

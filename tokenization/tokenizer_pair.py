@@ -48,15 +48,12 @@ class TokenizerPair:
         for side, tokenizer in (("source", self.source), ("target", self.target)):
             for name in ("pad_token", "eos_token"):
                 if getattr(tokenizer, name) is None:
-                    raise MetaphraseError(
-                        f"The {side} tokenizer must have a `{name}`, got None. Set it with "
-                        f'`tokenizer.add_special_tokens({{"{name}": ...}})`, or pass `{name}=...` to `from_pretrained`.'
-                    )
-        if self.source.pad_token_id != self.target.pad_token_id:
-            raise MetaphraseError(
-                "`pad_token_id` must be the same for source and target, because a model has only one, "
-                f"got {self.source.pad_token_id} and {self.target.pad_token_id}."
-            )
+                    hint = f"Set it with `tokenizer.add_special_tokens`, or pass `{name}=...` to `from_pretrained`."
+                    raise MetaphraseError(f"The {side} tokenizer must have a `{name}`, got None. {hint}")
+        pads = self.source.pad_token_id, self.target.pad_token_id
+        if pads[0] != pads[1]:
+            # A model has only one.
+            raise MetaphraseError(f"`pad_token_id` must be the same on both sides, got {pads[0]} and {pads[1]}.")
 
     @property
     def unknown_id(self) -> int | None:
@@ -147,10 +144,9 @@ class TokenizerPair:
         target_folder = os.path.join(folder, TARGET_SUBFOLDER)
         is_one = self.is_joint or self.whole is not None
         if is_one and os.path.isdir(target_folder):
-            raise MetaphraseError(
-                f"`folder` must not hold `{TARGET_SUBFOLDER}/` when one tokenizer is saved, because it would be loaded "
-                f"as the target tokenizer, got {os.fspath(folder)!r}. Remove it or choose another folder."
-            )
+            # It would be loaded as the target tokenizer.
+            text = f"`folder` must not hold `{TARGET_SUBFOLDER}/` when one tokenizer is saved, got {str(folder)!r}."
+            raise MetaphraseError(f"{text} Remove it or choose another folder.")
         # Only the copy gets the mark: the source saved alone must not require a target.
         source = copy.copy(self.source if self.whole is None else self.whole)
         source.init_kwargs = {key: value for key, value in source.init_kwargs.items() if key != TARGET_SUBFOLDER}
@@ -163,9 +159,7 @@ class TokenizerPair:
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
         """Add entries to a joint vocabulary, like `additional_special_tokens` of `train_tokenizer`."""
         if not self.is_joint:
-            raise MetaphraseError(
-                f"`additional_special_tokens` must be empty for two vocabularies, got {list(tokens)}. Train a joint one."
-            )
+            raise MetaphraseError(f"`additional_special_tokens` must come with a joint vocabulary, got {list(tokens)}.")
         self.source.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
 
     def encode_sources(self, texts: list[str], segment: Segment | None = None) -> list[list[int]]:
@@ -221,9 +215,9 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
         is_of_files = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if isinstance(error, OSError | ValueError | ImportError) or not is_of_files:
             raise
+        shown = f"{os.fspath(name_or_path)!r}: {type(error).__name__}: {' '.join(str(error).split())}"
         raise MetaphraseError(
-            f"The files of the tokenizer in {os.fspath(name_or_path)!r}, such as `tokenizer.json`, cannot be loaded: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}"
+            f"The files of the tokenizer, such as `tokenizer.json`, must load, got {shown}"
         ) from error
     return tokenizer
 
@@ -278,9 +272,7 @@ def set_languages(
         if language is not None:
             if not hasattr(tokenizer, attribute):
                 name = type(tokenizer).__name__
-                raise MetaphraseError(
-                    f"`{field}` must be left out for a {name}, which has no languages, got {language!r}."
-                )
+                raise MetaphraseError(f"`{field}` must be left out for a {name} without languages, got {language!r}.")
             code = language_id(tokenizer, field, language)
             setattr(tokenizer, attribute, language)
     if target_lang is None:
@@ -312,11 +304,8 @@ def language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None
         token = m2m_tokens.get(code)
     else:
         # Only special tokens count: a part of a word may look like a code.
-        tokens = {
-            *tokenizer.all_special_tokens,
-            *tokenizer.get_added_vocab(),
-            *getattr(tokenizer, "lang_code_to_id", {}),
-        }
+        tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+        tokens |= {*getattr(tokenizer, "lang_code_to_id", {})}
         token = next((spelling for spelling in (code, f"__{code}__") if spelling in tokens), None)
     index = None if token is None else tokenizer.convert_tokens_to_ids(token)
     if index is None or index == tokenizer.unk_token_id:

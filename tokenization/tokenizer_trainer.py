@@ -51,7 +51,6 @@ class TokenizerSettings:
         min_frequency: Least count of a merge, a character, a word or a piece. None means 2 for merges, else 1.
         joiner: For `pretokenized`: suffix of each piece that the next piece continues. None means `@@`.
         additional_special_tokens: More tokens, such as sentinels or language codes, each one entry that is never split.
-        model_max_length: Longest input in tokens that the tokenizer declares. None means no limit.
     """
 
     kind: str = "byte_bpe"
@@ -61,7 +60,6 @@ class TokenizerSettings:
     lowercase: bool = False
     joiner: str | None = None
     additional_special_tokens: Sequence[str] = ()
-    model_max_length: int | None = None
     show_progress: bool = True
 
     def __post_init__(self) -> None:
@@ -69,10 +67,8 @@ class TokenizerSettings:
         for token in self.special_tokens:
             # One character may be a letter of a text, and a byte-level decoder would read non-ASCII characters as bytes.
             if not re.fullmatch("[!-~]{2,}", token) or self.special_tokens.count(token) > 1:
-                raise MetaphraseError(
-                    "A special token must be two or more printable ASCII characters without a space, and differ from all "
-                    f"others, got {token!r} among {self.special_tokens}."
-                )
+                rule = "two or more printable ASCII characters without a space, and differ from all others"
+                raise MetaphraseError(f"A special token must be {rule}, got {token!r} among {self.special_tokens}.")
         for name, known in (("kind", TOKENIZER_KINDS), ("normalization", NORMALIZATIONS)):
             value = getattr(self, name)
             if value not in (None, *known):
@@ -97,10 +93,8 @@ class TokenizerSettings:
         """Check that `vocab_size` has room for the special tokens and `count` more entries."""
         specials = len(self.special_tokens)
         if self.vocab_size is not None and self.vocab_size < specials + count:
-            raise MetaphraseError(
-                f"`vocab_size` must be at least {specials + count} for kind {self.kind!r} "
-                f"({specials} special tokens + {count} {noun}), got {self.vocab_size}."
-            )
+            least = f"{specials + count} for kind {self.kind!r} ({specials} special tokens + {count} {noun})"
+            raise MetaphraseError(f"`vocab_size` must be at least {least}, got {self.vocab_size}.")
 
 
 def train_tokenizer(texts: Iterable[str], **options: Any) -> PreTrainedTokenizerFast:
@@ -140,7 +134,6 @@ def train_tokenizer(texts: Iterable[str], **options: Any) -> PreTrainedTokenizer
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {EOS}", pair=f"$A {EOS} $B:1 {EOS}:1", special_tokens=[(EOS, CONTROL_TOKENS.index(EOS))]
     )
-    limit = {} if settings.model_max_length is None else {"model_max_length": settings.model_max_length}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -153,7 +146,6 @@ def train_tokenizer(texts: Iterable[str], **options: Any) -> PreTrainedTokenizer
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
-        **limit,
     )
 
 
@@ -229,11 +221,8 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
     texts = _split_texts(texts, settings)
     if settings.kind not in KINDS_THAT_FILL_A_VOCABULARY:
         return _collect(texts, settings)
-    options: dict[str, Any] = {
-        "special_tokens": specials,
-        "show_progress": settings.show_progress,
-        "vocab_size": settings.vocab_size,
-    }
+    options: dict[str, Any] = {"special_tokens": specials, "vocab_size": settings.vocab_size}
+    options["show_progress"] = settings.show_progress
     model: models.Model
     trainer: trainers.Trainer
     if settings.kind == "unigram":
@@ -250,9 +239,7 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
         # The library has no error class for this.
         if "not large enough" not in str(error):
             raise
-        raise MetaphraseError(
-            f"`vocab_size` must have room for all characters of the texts, got {settings.vocab_size}."
-        ) from error
+        raise MetaphraseError(f"`vocab_size` must hold all characters, got {settings.vocab_size}.") from error
     if settings.kind == "unigram":
         entries = [(piece, score) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
         pieces = _order_pieces(entries[len(specials) :], settings.vocab_size - len(specials))

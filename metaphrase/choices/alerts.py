@@ -50,11 +50,8 @@ def data_alerts(corpus: Any) -> Iterator[str]:
     parts = corpus.parts.values() if corpus.recipe.tasks else (corpus,)
     for part in parts if corpus.recipe.objective == "pairs" else ():
         yield from _pair_alerts(part)
-        sources = {
-            split: map(str.strip, column_texts(part.splits[split], "source"))
-            for split in SPLITS
-            if split in part.splits
-        }
+        splits = {split: part.splits[split] for split in SPLITS if split in part.splits}
+        sources = {split: map(str.strip, column_texts(pairs, "source")) for split, pairs in splits.items()}
         train, counts = sources.pop("train"), {split: Counter(texts) for split, texts in sources.items()}
         held_out = set().union(*counts.values())
         shared = held_out.intersection(train) if held_out else set()
@@ -71,46 +68,34 @@ def data_alerts(corpus: Any) -> Iterator[str]:
 def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
     """Look for repeated pairs, names of columns in the first pair, and quotes, equal sides and equal targets in a sample."""
     pairs, prefix = corpus.splits["train"], len(corpus.recipe.source_prefix or "")
-    hashes = np.fromiter(
-        map(hash, zip(*(column_texts(pairs, side) for side in SIDES), strict=True)), np.int64, len(pairs)
-    )
+    columns = (column_texts(pairs, side) for side in SIDES)
+    hashes = np.fromiter(map(hash, zip(*columns, strict=True)), np.int64, len(pairs))
     number = len(pairs) - len(np.unique(hashes))
     if number > _REPEATED_PAIRS * len(pairs):
-        yield (
-            f"{corpus.label}train: {number:,} of {len(pairs):,} pairs repeat an earlier one. They weigh more in training, and "
-            "make its epochs longer. `metaphrase filter` drops them."
-        )
+        shown = f"{corpus.label}train: {number:,} of {len(pairs):,} pairs"
+        yield f"{shown} repeat an earlier one, and weigh more in training. `metaphrase filter` drops them."
     if len(pairs) < _MIN_PAIRS:
         return
     first = pairs["source"][0][prefix:].strip(), pairs["target"][0].strip()
     names = _COLUMN_NAMES.union(TO_LANGUAGE_CODE, TO_LANGUAGE_CODE.values())
     if names.issuperset(map(str.lower, first)):
-        yield (
-            f"{corpus.label}train: the first pair is {first[0]!r} and {first[1]!r}. If these are names of columns, remove the "
-            "line, or name them by `source_column` and `target_column`."
-        )
+        shown = f"{corpus.label}train: the first pair is {first[0]!r} and {first[1]!r}. If these are names of columns"
+        yield f"{shown}, remove the line, or name them by `source_column` and `target_column`."
     sample = pairs.select(spread(len(pairs), _COMPARED_PAIRS))
     sources = [source[prefix:].strip() for source in sample["source"][:]]
     targets = [target.strip() for target in sample["target"][:]]
     equal = sum(map(str.__eq__, sources, targets)) / len(targets)
     texts = sources + targets
     if sum(len(text) > 1 and text[0] == text[-1] == '"' for text in texts) >= _QUOTED * len(texts):
-        yield (
-            f"{corpus.label}train: quotes stand around nearly all texts, and stay in them. Only a .csv file may quote its texts: "
-            "remove the quotes."
-        )
+        yield f"{corpus.label}train: quotes stand around nearly all texts. Remove them: only a .csv file may quote its texts."
     counts = Counter(targets)
     text, most = counts.most_common(1)[0]
     if equal >= _EQUAL_SIDES:
-        yield (
-            f"{corpus.label}train: source and target are the same text in {100 * equal:.0f} % of the pairs, so the network "
-            "learns to copy. Check the columns or files of both sides."
-        )
+        shown = f"{corpus.label}train: source and target are the same text in {100 * equal:.0f} % of the pairs"
+        yield f"{shown}, so the network learns to copy. Check the columns or files of both sides."
     elif most >= (_ONE_TARGET if len(counts) <= _FEW_TARGETS else _ONE_TARGET_OF_MANY) * len(targets):
-        yield (
-            f"{corpus.label}train: {100 * most / len(targets):.0f} % of the targets are the same text, {text[:50]!r}, so the "
-            "network learns to write it for every source. Check the column or file of the targets."
-        )
+        share = f"{corpus.label}train: {100 * most / len(targets):.0f} % of the targets"
+        yield f"{share} are the same text, {text[:50]!r}, which the network learns to write. Check their column or file."
 
 
 # Settings
@@ -138,10 +123,8 @@ def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> 
         limits = target_limits(model, {}, pairs["source_length"][:])
         number = sum(map(operator.gt, pairs["target_length"][:], ((most or limit + 1) - 1 for most in limits)))
         if number > _LONG_REFERENCES * len(pairs):
-            yield (
-                f"{split}: {number:,} of {len(pairs):,} references are longer than the length limit of outputs ({limit}), so "
-                "their outputs are cut. Raise `generation_max_length`."
-            )
+            shown = f"{split}: {number:,} of {len(pairs):,} references are longer than the length limit of outputs ({limit})"
+            yield f"{shown}, so their outputs are cut. Raise `generation_max_length`."
 
 
 def length_limit(model: Any) -> int:

@@ -16,26 +16,8 @@ from typing import Any
 import datasets
 import torch
 
+from metaphrase.choices import rules
 from metaphrase.choices.estimate import estimate_recipe, sampled_data
-from metaphrase.choices.rules import (
-    QUICK_BATCH,
-    QUICK_SHARE,
-    SIZES,
-    STRATEGIES,
-    CorpusProfile,
-    Size,
-    StepCost,
-    TokenProfile,
-    choose_augmentation,
-    choose_finetuning,
-    choose_from_text,
-    choose_from_tokens,
-    choose_limits,
-    describe_choices,
-    tokens_of_batch,
-    tokens_per_update,
-    with_network,
-)
 from metaphrase.data.encoding import PairEncoder
 from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, column_texts, data_seed, rows_of_splits, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
@@ -116,11 +98,11 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
         with opened.arguments.main_process_first(desc="splitting the corpus"):
             load(corpus)
         if (learn_combinations := plugin("combinations")) is not None:
-            augment = functools.partial(choose_augmentation, recipe, lambda: learn_combinations(corpus))
+            augment = functools.partial(rules.choose_augmentation, recipe, lambda: learn_combinations(corpus))
             recipe = _from_first_process(recipe, augment)
             corpus = corpus.with_recipe(recipe)
         tokenizers = make_tokenizers(recipe, corpus)
-        recipe = choose_limits(recipe, _sample_lengths(corpus, tokenizers), corpus.longest)
+        recipe = rules.choose_limits(recipe, _sample_lengths(corpus, tokenizers), corpus.longest)
         corpus = corpus.with_recipe(recipe)
         with opened.arguments.main_process_first(desc="encoding the corpus"):
             data = sampled_data(Data(corpus, tokenizers, {}))
@@ -129,7 +111,7 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
             corpus = corpus.with_recipe(recipe)
             corpus.reports = dict(data.corpus.reports)
             data = Data(corpus, tokenizers, data.encoded | {"train": corpus.stream_batches(tokenizers)})
-    return Experiment(recipe, is_dry_run, started, data), describe_choices(before, recipe)
+    return Experiment(recipe, is_dry_run, started, data), rules.describe_choices(before, recipe)
 
 
 def _from_first_process(recipe: Recipe, choose: Callable[[], Recipe]) -> Recipe:
@@ -152,7 +134,7 @@ def _choose_from_files(recipe: Recipe, corpus: PairCorpus) -> Recipe:
     if recipe.num_test:
         train = split_pairs(train, 0, recipe.num_test, data_seed(recipe), recipe.keep_rare_words)["train"]
     recipe = choose_features(recipe, train)
-    recipe = choose_from_text(recipe, CorpusProfile.of(train, corpus.scale))
+    recipe = rules.choose_from_text(recipe, rules.CorpusProfile.of(train, corpus.scale))
     if has_open_size and recipe.num_validation:
         # Pairs with the same source stay together.
         sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
@@ -178,18 +160,18 @@ def _sample_lengths(corpus: PairCorpus, tokenizers: TokenizerPair) -> dict[str, 
 def _choose_training(recipe: Recipe, data: Data, deadline: float) -> Recipe:
     """Choose network, batches, optimizer, length of the run, and evaluation, from the tokens and the speed of this machine."""
     arguments = data.corpus.arguments
-    share = QUICK_BATCH if arguments.device.type == "cpu" else QUICK_SHARE
-    tokens = TokenProfile.of(data.encoded["train"], data.corpus.scale, arguments.world_size, share)
+    share = rules.QUICK_BATCH if arguments.device.type == "cpu" else rules.QUICK_SHARE
+    tokens = rules.TokenProfile.of(data.encoded["train"], data.corpus.scale, arguments.world_size, share)
     if recipe.streaming:
         # A longer pair than those of the sample may come.
         tokens = dataclasses.replace(tokens, longest=sum(data.corpus.limits))
 
     @functools.cache
-    def cost_of(size: Size) -> StepCost:
+    def cost_of(size: rules.Size) -> rules.StepCost:
         sized = recipe
         if recipe.model_name_or_path is None:
             # A given network has one speed.
-            sized = with_network(recipe, "", size if recipe.is_open("preset") else SIZES[0])
+            sized = rules.with_network(recipe, "", size if recipe.is_open("preset") else rules.SIZES[0])
         return _cost_of(_before_evaluation(sized), data, tokens)
 
     def time_left() -> float | None:
@@ -199,19 +181,15 @@ def _choose_training(recipe: Recipe, data: Data, deadline: float) -> Recipe:
     if recipe.model_name_or_path is not None:
         with torch.device("meta"):
             model = make_model(recipe, data, with_weights=False)
-        facts = model.config, model.generation_config.num_beams or 1, cost_of(SIZES[0])
+        facts = model.config, model.generation_config.num_beams or 1, cost_of(rules.SIZES[0])
         has_seen_pairs = not Path(recipe.model_name_or_path, ADAPTATION_NAME).is_file()
-        filled, total = choose_finetuning(recipe, tokens, *facts, time_left(), has_seen_pairs)
+        filled, total = rules.choose_finetuning(recipe, tokens, *facts, time_left(), has_seen_pairs)
     else:
         if recipe.time_budget is not None:
-            cost_of(SIZES[1])
-        filled, total = choose_from_tokens(recipe, tokens, cost_of, time_left())
+            cost_of(rules.SIZES[1])
+        filled, total = rules.choose_from_tokens(recipe, tokens, cost_of, time_left())
     if recipe.time_budget is None and total > _LONG_RUN * 3600:
-        logger.warning(
-            "This run takes about %.1f hours on this machine. To get the best model of a shorter time, give it: "
-            "--time_budget 8h.",
-            total / 3600,
-        )
+        logger.warning("This run takes about %.1f hours on this machine. Limit it by --time_budget 8h.", total / 3600)
     return filled
 
 
@@ -220,21 +198,21 @@ def _before_evaluation(recipe: Recipe) -> Recipe:
     fields: dict[str, Any] = {}
     if recipe.is_open(*VALIDATION_FIELDS):
         fields = {"eval_strategy": "no", "choose_decoding": False}
-    if any(recipe.is_open(name) for name in STRATEGIES) or fields:
+    if any(recipe.is_open(name) for name in rules.STRATEGIES) or fields:
         fields["load_best_model_at_end"] = False
     return recipe.replace(**fields)
 
 
-def _cost_of(recipe: Recipe, data: Data, tokens: TokenProfile) -> StepCost:
+def _cost_of(recipe: Recipe, data: Data, tokens: rules.TokenProfile) -> rules.StepCost:
     """Return the cost of an optimizer step, which is split into as many batches as memory needs.
 
     A warning says if memory holds no batch of a model to fine-tune.
     """
-    budget, batches = tokens_per_update(recipe, tokens), recipe.gradient_accumulation_steps
+    budget, batches = rules.tokens_per_update(recipe, tokens), recipe.gradient_accumulation_steps
     is_open = recipe.is_open(*BATCH_SIZES)
     is_final = not (is_open and recipe.is_open("gradient_accumulation_steps"))
     while True:
-        size = {"max_tokens_per_batch": tokens_of_batch(tokens, budget, batches)}
+        size = {"max_tokens_per_batch": rules.tokens_of_batch(tokens, budget, batches)}
         trial = recipe.choose("", **size, gradient_accumulation_steps=batches) if is_open else recipe
         free = free_memory()
         lacking = _HEAP * estimate_recipe(trial, data, devices=tokens.devices).peak - free
@@ -242,13 +220,10 @@ def _cost_of(recipe: Recipe, data: Data, tokens: TokenProfile) -> StepCost:
             break
         batches *= 2
     if lacking > 0 and recipe.model_name_or_path is not None:
-        logger.warning(
-            "Training takes about %.1f GiB, and %.1f GiB are free. Set `lora_rank: 16` (pip install metaphrase[lora]), or "
-            "choose a smaller model.",
-            *(size / _HEAP / 2**30 for size in (lacking + free, free)),
-        )
+        text = "Training takes about %.1f GiB, and %.1f GiB are free. Set `lora_rank: 16`, or choose a smaller model."
+        logger.warning(text, *(size / _HEAP / 2**30 for size in (lacking + free, free)))
     estimate = estimate_recipe(trial, data)
-    return StepCost(3600 * (estimate.hours or 0.0) / estimate.steps, batches)
+    return rules.StepCost(3600 * (estimate.hours or 0.0) / estimate.steps, batches)
 
 
 def free_memory() -> int:

@@ -11,16 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
-from metaphrase.choices.memory import (
-    ActivationEstimate,
-    BatchShape,
-    Precision,
-    Sharding,
-    StateMemory,
-    estimate_activations,
-    estimate_states,
-    optimizer_bytes,
-)
+from metaphrase.choices import memory
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
@@ -39,9 +30,7 @@ _ENCODED_PAIRS = 20_000
 TIMED_STEPS, _PLANNED_PAIRS = 12, 20_000
 # A CPU computes 16 times as many tokens as fast: within 10 %, networks of width 128 and 512, one core.
 _TIMED_TOKENS = 1024
-_NOTE_ON_PROCESS = (
-    "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
-)
+_NOTE_ON_PROCESS = "A process on a CPU takes half a GiB at first, and its heap up to 1.8 times as much as its tensors."
 _NOTE_ON_FSDP = "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
 
 
@@ -58,11 +47,11 @@ class RunEstimate:
 
     parameters: int
     trained_parameters: int
-    precision: Precision
-    sharding: Sharding
-    state: StateMemory
-    largest_batch: BatchShape
-    activations: ActivationEstimate
+    precision: memory.Precision
+    sharding: memory.Sharding
+    state: memory.StateMemory
+    largest_batch: memory.BatchShape
+    activations: memory.ActivationEstimate
     peak: int
     other_peak: int
     pairs: int
@@ -186,12 +175,12 @@ def estimate_run(
         MetaphraseError: If the budget cannot hold the longest pair.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    sharding = Sharding.of(arguments, devices)
+    sharding = memory.Sharding.of(arguments, devices)
     is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
     multiple = 1 if is_packed else pad_to_multiple_of
     batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple, staged)
     padded = -(-lengths // multiple) * multiple
-    shapes = [BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
+    shapes = [memory.BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
     read = lengths if staged is None else lengths[np.concatenate(batches)]
     source_tokens, target_tokens = (round(scale * count) for count in read.sum(axis=0).tolist())
     computed = scale * sum(shape.source_tokens + shape.target_tokens for shape in shapes)
@@ -206,15 +195,15 @@ def estimate_run(
     is_half = arguments.bf16 or arguments.fp16 or getattr(arguments, "mixed_precision", "no") in ("bf16", "fp16")
     compute = 2 if is_half else stored
     # FSDP and DeepSpeed convert weights and states to half precision; autocast keeps states in float32.
-    precision = Precision(compute, stored if sharding.engine == "ddp" else compute, on_accelerator)
+    precision = memory.Precision(compute, stored if sharding.engine == "ddp" else compute, on_accelerator)
     # transformers has two names for it, and FSDP has a switch of its own.
     fsdp_switch = (arguments.fsdp_plugin_args or {}).get("activation_checkpointing")
     is_checkpointed = any((getattr(arguments, CHECKPOINTING), arguments.gradient_checkpointing, fsdp_switch))
     if r_drop_start_step is not None:
         passes += max(0, steps - r_drop_start_step)
         shapes = [shape.repeated(2) for shape in shapes]
-    optimizer, remark = optimizer_bytes(model, arguments)
-    state = estimate_states(model, optimizer, precision, sharding, arguments.gradient_accumulation_steps > 1)
+    optimizer, remark = memory.optimizer_bytes(model, arguments)
+    state = memory.estimate_states(model, optimizer, precision, sharding, arguments.gradient_accumulation_steps > 1)
     # The batch that needs most memory is among the largest by one of these sizes.
     sizes = (
         lambda shape: shape.source_tokens + shape.target_tokens,
@@ -222,12 +211,12 @@ def estimate_run(
         lambda shape: shape.pairs * (shape.longest_source + shape.longest_target) ** 2,
     )
     estimates = {
-        shape: estimate_activations(model.config, shape, precision, is_checkpointed)
+        shape: memory.estimate_activations(model.config, shape, precision, is_checkpointed)
         for size in sizes
         for shape in nlargest(16, shapes, key=size)
     }
     largest = max(estimates, key=lambda shape: (state.peak(estimates[shape]), sizes[0](shape)))
-    other = estimate_activations(model.config, largest, precision, not is_checkpointed)
+    other = memory.estimate_activations(model.config, largest, precision, not is_checkpointed)
     hours = None
     if tokens_per_second is not None:
         tokens = passes * computed / steps_per_epoch
@@ -344,10 +333,8 @@ def _measured_rate(
         rows = [sample[index] for index in planned[number % len(planned)]]
         most = _TIMED_TOKENS if kind == "cpu" else lengths.sum()
         part = rows[: 1 + int(np.searchsorted(lengths[rows].sum(axis=1).cumsum(), most))]
-        batch = collate(
-            [{name: pair[name] for name in ("input_ids", "labels")} for pair in map(train.__getitem__, part)]
-        )
-        batch = with_decoder_inputs(model, batch)
+        pairs = ({name: pair[name] for name in ("input_ids", "labels")} for pair in map(train.__getitem__, part))
+        batch = with_decoder_inputs(model, collate([*pairs]))
         batch = {name: value.to(kind) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         start = time.perf_counter()
         with torch.autocast(kind, dtype=torch.bfloat16, enabled=arguments.bf16):

@@ -56,9 +56,8 @@ def describe_choices(before: Recipe, after: Recipe) -> list[str]:
 def _shown(before: Recipe, after: Recipe, name: str) -> str:
     value = getattr(after, name)
     if name == "preset":
-        value = f"{value} with " + ", ".join(
-            f"{key} {size}" for key, size in after.model.items() if key not in before.model
-        )
+        chosen = [f"{key} {size}" for key, size in after.model.items() if key not in before.model]
+        value = f"{value} with {', '.join(chosen)}"
     if isinstance(value, dict):
         value = " ".join(f"{key} {share:g}" for key, share in value.items()) or "none"
     elif isinstance(value, list):
@@ -536,12 +535,9 @@ def choose_tokenizers(recipe: Recipe, profile: CorpusProfile, kinds: tuple[str, 
     shared = f"{100 * profile.shared_characters:.0f} % of the targets' characters occur in the sources"
     recipe = recipe.choose(f"{reason}; {shared}", **values)
     # A character of Hangul stands for several letters. Targets must stay as they are: they are compared with the references.
-    characters, is_apart = (
-        len(source.alphabet),
-        all(unicodedata.is_normalized("NFD", letter) for letter in target.alphabet),
-    )
-    if kind == "char" and 4 * source.num_letters <= characters and is_apart:
-        letters = f"the sources' {characters:,} characters consist of {source.num_letters} letters"
+    is_apart = all(unicodedata.is_normalized("NFD", letter) for letter in target.alphabet)
+    if kind == "char" and 4 * source.num_letters <= len(source.alphabet) and is_apart:
+        letters = f"the sources' {len(source.alphabet):,} characters consist of {source.num_letters} letters"
         recipe = recipe.choose(letters, normalization="nfd")
     return recipe
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, set_seed
 from metaphrase.choices.alerts import TrainingAlerts
 from metaphrase.choices.completion import complete
 from metaphrase.choices.estimate import estimate_recipe
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, naming_extra
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
 from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME, checkpoint_to_resume, only_writer
@@ -23,10 +23,8 @@ from metaphrase.training.model_setup import make_model
 from metaphrase.training.recipe.fields import decodes, group_of
 from metaphrase.training.recipe.recipe import Recipe, is_better_lower, learning_rate, saved_recipe
 
-try:
+with naming_extra("tune", "optuna"):
     import optuna
-except ImportError:
-    optuna = None
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ _TRIAL_FIELDS |= dict.fromkeys(("average_last", "average_best", "early_stopping_
 class _TrialScores(TrainerCallback):
     """Callback that reports each score to optuna, which may end the trial, and evaluates after the last update."""
 
-    def __init__(self, trial: "optuna.Trial", metric: str):
+    def __init__(self, trial: optuna.Trial, metric: str):
         self.trial, self.metric, self.score = trial, metric, math.nan
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -69,13 +67,9 @@ class Tuning:
             is_resumed: True to resume the search of the folder, if it has begun. Its fields fill those that are open.
             started: Beginning of the time budget, in seconds of `time.time()`.
         """
-        if optuna is None:
-            raise ImportError("`metaphrase tune` needs optuna: pip install metaphrase[tune].")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         if recipe.streaming or recipe.tasks or recipe.stages or recipe.objective != "pairs":
-            raise MetaphraseError(
-                "`streaming`, `tasks`, `stages` and `objective` must be left out for `metaphrase tune`."
-            )
+            raise MetaphraseError("`streaming`, `tasks`, `stages` and `objective` must be left out of a search.")
         self.folder, self.started = Path(recipe.output_dir), started
         self.max_trials = math.inf if max_trials is None else max_trials
         # The table is written at the end.
@@ -111,9 +105,8 @@ class Tuning:
         if self.is_resumed:
             self.experiment = Experiment(self.recipe, is_dry_run=True)
         else:
-            self.experiment, choices = complete(
-                self.recipe.replace(streaming=False), is_dry_run=True, started=self.started
-            )
+            recipe = self.recipe.replace(streaming=False)
+            self.experiment, choices = complete(recipe, is_dry_run=True, started=self.started)
             for choice in choices:
                 logger.info("%s", choice)
         self.recipe = recipe = self.experiment.recipe
@@ -162,7 +155,7 @@ class Tuning:
         is_cut = time.time() + 0.8 * longest > self.deadline
         return not is_cut and len(self._trials("COMPLETE", "PRUNED")) < self.max_trials
 
-    def _run_trial(self, trial: "optuna.Trial") -> None:
+    def _run_trial(self, trial: optuna.Trial) -> None:
         # Trackers would take all trials for one run.
         name = f"{self.folder.name}-trial-{trial.number}"
         recipe = self._trial_recipe(self._rounded(trial.params)).replace(run_name=name)
@@ -197,7 +190,7 @@ class Tuning:
                 fields[name] = max(1, round(self.share * getattr(recipe, name)))
         return recipe.replace(**fields)
 
-    def _trials(self, *states: str) -> list["optuna.trial.FrozenTrial"]:
+    def _trials(self, *states: str) -> list[optuna.trial.FrozenTrial]:
         return [trial for trial in self.study.trials if trial.state.name in states]
 
     def _rounded(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +240,7 @@ _FIXED |= {"output_dir", "seed", "data_seed", "load_best_model_at_end", "metric_
 _FIXED_PREFIXES = ("eval_", "save_", "logging_", "per_device_eval_", "generation_")
 
 
-def search_space(recipe: Recipe) -> tuple[dict[str, "optuna.distributions.BaseDistribution"], dict[str, Any]]:
+def search_space(recipe: Recipe) -> tuple[dict[str, optuna.distributions.BaseDistribution], dict[str, Any]]:
     """Return the distributions that a recipe declares, or default ones, and the recipe's values, which belong to them."""
     declared = recipe.search or _default_search(recipe)
     start = {name: _value(recipe, name) for name in declared}
@@ -262,7 +255,7 @@ def search_space(recipe: Recipe) -> tuple[dict[str, "optuna.distributions.BaseDi
     return space, start
 
 
-def _distribution(name: str, declared: Any, start: Any) -> "optuna.distributions.BaseDistribution":
+def _distribution(name: str, declared: Any, start: Any) -> optuna.distributions.BaseDistribution:
     try:
         if isinstance(declared, list):
             return optuna.distributions.CategoricalDistribution(declared if start in declared else [start, *declared])
@@ -299,10 +292,7 @@ def _value(recipe: Recipe, name: str) -> Any:
     is_fixed = group_of(field, "`search`") in _FIXED_GROUPS or field in _FIXED or field.startswith(_FIXED_PREFIXES)
     value = getattr(recipe, field)
     if is_fixed or isinstance(value, dict) is not bool(key):
-        raise MetaphraseError(
-            "`search` must name single values that may differ between trials, such as learning_rate or model.dropout, got "
-            f"`{name}`."
-        )
+        raise MetaphraseError(f"`search` must name values that may differ between trials, got `{name}`.")
     if field != "model":
         return value.get(key) if key else getattr(value, "value", value)
     # `search_space` refuses a name that the network does not have.

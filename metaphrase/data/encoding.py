@@ -66,15 +66,10 @@ TooLong = Literal["skip", "truncate", "error"]
 Empty = Literal["skip", "error", "keep"]
 # Values of the column `outcome`. A pair counts under the first one that holds.
 OUTCOMES = ("kept", "empty_source", "empty_target", "source_too_long", "target_too_long")
-FEATURES = {
-    "input_ids": datasets.List(datasets.Value("int32")),
-    "labels": datasets.List(datasets.Value("int32")),
-    "source_length": datasets.Value("int32"),
-    "target_length": datasets.Value("int32"),
-    "outcome": datasets.Value("int8"),
-    "source_truncated": datasets.Value("bool"),
-    "target_truncated": datasets.Value("bool"),
-}
+FEATURES: dict[str, Any] = dict.fromkeys(_ID_COLUMNS, datasets.List(datasets.Value("int32")))
+FEATURES |= dict.fromkeys(LENGTH_COLUMNS, datasets.Value("int32"))
+FEATURES |= {"outcome": datasets.Value("int8")}
+FEATURES |= dict.fromkeys(("source_truncated", "target_truncated"), datasets.Value("bool"))
 # Part of every cache key. Raise it when the same pairs would be encoded into other columns.
 CACHE_VERSION = 2
 
@@ -113,7 +108,8 @@ class PairEncoder:
         # Most pairs stay as they are.
         for index in np.flatnonzero(np.any(is_empty | is_long, axis=0)).tolist():
             sides = [side[index] for side in ids]
-            shown = _shown(rows[index], (sources[index], targets[index]), sides)
+            counts = f"{len(sides[0])} and {len(sides[1])} tokens"
+            shown = f"row {rows[index]} {counts}: {sources[index][:80]!r}, {targets[index][:80]!r}."
             if self.empty == "error" and is_empty[:, index].any():
                 text = f"Neither side of a pair may be empty, got in {shown} Set `empty: skip` to drop such pairs."
                 raise MetaphraseError(text)
@@ -131,10 +127,6 @@ class PairEncoder:
             for column, value in zip(columns.values(), values, strict=True):
                 column[index] = value
         return columns
-
-
-def _shown(row: int, texts: tuple[str, str], ids: list[list[int]]) -> str:
-    return f"row {row} {len(ids[0])} and {len(ids[1])} tokens: {texts[0][:80]!r}, {texts[1][:80]!r}."
 
 
 def encode_pairs(

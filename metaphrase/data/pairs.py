@@ -64,10 +64,8 @@ def read_parallel(
 def check_parallel(paths: Sequence[str], counts: Sequence[int | None]) -> None:
     """Raise a `MetaphraseError` if two parallel files do not have the same number of lines."""
     if counts[0] != counts[1]:
-        raise MetaphraseError(
-            "Parallel files must have the same number of lines, "
-            f"got {counts[0]} in {paths[0]} and {counts[1]} in {paths[1]}."
-        )
+        shown = " and ".join(f"{count} in {path}" for count, path in zip(counts, paths, strict=True))
+        raise MetaphraseError(f"Parallel files must have the same number of lines, got {shown}.")
 
 
 def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span: Span = WHOLE) -> Iterator[Record]:
@@ -368,10 +366,8 @@ class PairSource:
         names = ("file", "source_file", "target_file", "dataset_name")
         origins = [name for name in names if getattr(self, name) is not None]
         if origins not in (["file"], ["source_file", "target_file"], ["dataset_name"]):
-            raise MetaphraseError(
-                "Pairs must come from exactly one of `file`, `source_file` with `target_file`, and `dataset_name`, "
-                f"got {' and '.join(origins) or 'none'}."
-            )
+            known = "`file`, `source_file` with `target_file`, and `dataset_name`"
+            raise MetaphraseError(f"Pairs must come from one of {known}, got {' and '.join(origins) or 'none'}.")
         endings = (*READERS, *(f"{ending}.gz" for ending in READERS if ending != ".parquet"))
         if self.file is not None and not self.paths[0].endswith(endings):
             raise MetaphraseError(f"`file` must end in one of {', '.join(READERS)}, or .gz after it, got {self.file}.")
@@ -542,17 +538,16 @@ def read_cached(
         cached.parent.mkdir(parents=True, exist_ok=True)
         # Machines may share the folder.
         with FileLock(cached.with_suffix(".lock")):
-            _write_rows(cached, read, features.arrow_schema)
+            # Another process may have written it.
+            if not cached.exists():
+                _write_rows(cached, iter(read()), features.arrow_schema)
     dataset = datasets.Dataset.from_file(str(cached))
     # Results of `map` are cached by it, also by other processes.
     dataset._fingerprint = fingerprint
     return dataset
 
 
-def _write_rows(cached: Path, read: Callable[[], Iterable[tuple]], schema: pa.Schema) -> None:
-    if cached.exists():
-        return
-    rows = iter(read())
+def _write_rows(cached: Path, rows: Iterator[tuple], schema: pa.Schema) -> None:
     with (
         file_in_one_step(cached) as partial,
         pa.ipc.new_stream(str(partial), schema) as writer,
@@ -590,17 +585,15 @@ def split_pairs(
         MetaphraseError: If a number is negative, no pair would be left for training, or no groups of pairs add up to a number.
     """
     if num_validation < 0 or num_test < 0 or num_validation + num_test >= len(dataset):
-        raise MetaphraseError(
-            f"`num_validation` and `num_test` must be at least 0 and leave some of the {len(dataset)} pairs for training, "
-            f"got {num_validation} and {num_test}."
-        )
+        shown = f"{num_validation} and {num_test} of {len(dataset)}"
+        raise MetaphraseError(f"`num_validation` and `num_test` must leave pairs for training, got {shown}.")
     sizes = {"validation": num_validation, "test": num_test}
     splits = rows_of_splits(dataset, sizes, seed, keep_rare_words)
     for name, size in sizes.items():
         if len(splits[name]) != size:
+            possible = len(splits[name])
             raise MetaphraseError(
-                f"`num_{name}` must be the sum of whole groups of pairs with one source, got {size}. "
-                f"{len(splits[name])} is possible."
+                f"`num_{name}` must not divide pairs of one source: {possible} is possible, got {size}."
             )
     return datasets.DatasetDict({name: dataset.select(sorted(rows)) for name, rows in splits.items() if rows})
 

@@ -91,11 +91,9 @@ def as_padded(lengths: np.ndarray | Sequence[Sequence[int]], max_tokens_per_batc
     longest = int(array.sum(axis=1).argmax())
     source, target = array[longest].tolist()
     if source + target > max_tokens_per_batch:
-        raise MetaphraseError(
-            f"`max_tokens_per_batch` must hold the longest pair, number {longest + 1} of those to train on, with "
-            f"{source} source and {target} target tokens, {source + target} in all, got {max_tokens_per_batch}. Raise it, or "
-            "lower `max_source_length` and `max_target_length`."
-        )
+        tokens = f"{source} source and {target} target tokens, {source + target} in all, got {max_tokens_per_batch}"
+        text = f"`max_tokens_per_batch` must hold the longest pair, number {longest + 1} of those to train on, with {tokens}."
+        raise MetaphraseError(f"{text} Raise it, or lower `max_source_length` and `max_target_length`.")
     return -(-array // multiple) * multiple
 
 
@@ -233,16 +231,15 @@ class WithFillers(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Mapping[str, Sequence[int]]:
-        return self.dataset[index] if index < len(self) else uncounted(self.dataset[index - len(self)])
+        if index < len(self):
+            return self.dataset[index]
+        pair = self.dataset[index - len(self)]
+        # Without labels, a pair adds nothing to a loss or to the number of labels.
+        return {**pair, "labels": [IGNORED_LABEL] * len(pair["labels"])}
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-
-
-def uncounted(pair: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Return a pair with all labels ignored, so that it adds nothing to a loss or to the number of labels."""
-    return {**pair, "labels": [IGNORED_LABEL] * len(pair["labels"])}
 
 
 def announce_epoch(loader: DataLoader, epoch: int) -> None:
@@ -449,7 +446,5 @@ class TokenBudgetStream(IterableDataset):
                     yield [buffer[row] for row in batches[index]], [number, index + 1, *begin, *start[2:]]
                 num_done = 0
             if is_empty:
-                raise MetaphraseError(
-                    f"A stream must hold a pair for each of {num_readers} readers, got none in pass {number}."
-                )
+                raise MetaphraseError(f"A stream must hold a pair for each of {num_readers} readers, got none for one.")
             start = _START

@@ -5,7 +5,6 @@ import logging
 import math
 import operator
 import re
-import sys
 from collections.abc import Callable, Sequence
 
 import datasets
@@ -49,8 +48,8 @@ def corpus_loss(
             num_labels = int((inputs["labels"] != IGNORED_LABEL).sum())
             total, count = total + loss.item() * num_labels, count + num_labels
     loss = total / count
-    # `math.exp` raises an error beyond this bound.
-    perplexity = math.inf if loss >= math.log(sys.float_info.max) else math.exp(loss)
+    # `math.exp` raises an error where the result is infinite.
+    perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()
     values: dict[str, float | None] = {"loss": loss, "perplexity": perplexity}
     for name, value in values.items():
         if not math.isfinite(value):

@@ -3,11 +3,11 @@
 import bisect
 import json
 import os
-import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -110,10 +110,7 @@ def _sacrebleu(scorer_class: type, predictions: list[str], references: list[list
         options.setdefault("force", True)
     scorer = scorer_class(**options)
     # One document for each number of a reference. None fills up lines with fewer references.
-    documents = [
-        [texts[number] if number < len(texts) else None for texts in references]
-        for number in range(max(map(len, references)))
-    ]
+    documents = [*zip_longest(*references)]
     rows, counts = [], set()
     # sacreBLEU keeps the n-grams of all references that it gets at a time.
     for start in range(0, len(predictions), _LINES):
@@ -155,20 +152,12 @@ def _rouge(
     return SegmentStatistics(Ratio(), rows, _signature(references, facts), details)
 
 
-def _exact_match(
-    predictions: list[str], references: list[list[str]], ignore_case: bool = False, ignore_punctuation: bool = False
-) -> SegmentStatistics:
-    """Share of predictions that equal a reference, perhaps without Unicode punctuation (categories P) and surplus spaces."""
-
-    def plain(text: str) -> str:
-        text = text.casefold() if ignore_case else text
-        if ignore_punctuation:
-            text = " ".join("".join(mark for mark in text if not unicodedata.category(mark).startswith("P")).split())
-        return text
-
+def _exact_match(predictions: list[str], references: list[list[str]], ignore_case: bool = False) -> SegmentStatistics:
+    """Share of predictions that equal a reference."""
+    fold = str.casefold if ignore_case else str
     pairs = zip(predictions, references, strict=True)
-    rows = [(int(plain(prediction) in map(plain, texts)), 1) for prediction, texts in pairs]
-    facts = f"case:{'ci' if ignore_case else 'mixed'}|punct:{'no' if ignore_punctuation else 'yes'}"
+    rows = [(int(fold(prediction) in map(fold, texts)), 1) for prediction, texts in pairs]
+    facts = f"case:{'ci' if ignore_case else 'mixed'}|punct:yes"
     details = {"matches": sum(match for match, _ in rows), "num_examples": len(rows)}
     return SegmentStatistics(Ratio(), rows, _signature(references, facts), details)
 
@@ -236,9 +225,7 @@ def metric_options(
     options: dict[str, dict[str, Any]] = {}
     if bleu_tokenize is not None:
         if "bleu" not in names:
-            raise MetaphraseError(
-                f"`metrics` must hold bleu with `bleu_tokenize`, got {list(names)} and {bleu_tokenize!r}."
-            )
+            raise MetaphraseError(f"`metrics` must hold bleu with `bleu_tokenize`, got {list(names)}.")
         _check_choice("`bleu_tokenize`", bleu_tokenize, BLEU.TOKENIZERS)
         try:
             BLEU(tokenize=bleu_tokenize)
@@ -249,9 +236,7 @@ def metric_options(
     if lowercase:
         case_options = {name: METRICS[name].case_option for name in names if METRICS[name].case_option}
         if not case_options:
-            raise MetaphraseError(
-                f"`metrics` must hold a score that depends on case with `lowercase`, got {list(names)}."
-            )
+            raise MetaphraseError(f"`lowercase` must come with a score that depends on case, got {list(names)}.")
         for name, option in case_options.items():
             options.setdefault(name, {})[option] = True
     return options
@@ -289,10 +274,8 @@ def compute_metrics(
     """
     metric_options(names)
     if not len(predictions) == len(references) > 0:
-        raise MetaphraseError(
-            "`predictions` and `references` must hold the same number of entries, at least one, "
-            f"got {len(predictions)} and {len(references)}."
-        )
+        counts = f"{len(predictions)} and {len(references)}"
+        raise MetaphraseError(f"`predictions` and `references` must be equally many and not empty, got {counts}.")
     results = {}
     for name in names:
         segments = METRICS[name].segments(predictions, references, **(options or {}).get(name, {}))

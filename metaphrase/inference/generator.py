@@ -19,19 +19,7 @@ from transformers import PreTrainedModel
 
 import metaphrase.modeling  # noqa: F401 (registers the models with the Auto classes)
 from metaphrase.errors import MetaphraseError
-from metaphrase.inference.batches import (
-    DEFAULT_BATCH_SIZE,
-    DEFAULT_MAX_TOKENS_PER_BATCH,
-    Engine,
-    Hypothesis,
-    OnBatch,
-    Partner,
-    check_sources,
-    generate_hypotheses,
-    longest_source,
-    numbering,
-    read_options,
-)
+from metaphrase.inference import batches
 from metaphrase.inference.progress import progress_bar
 from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.storage.folders import members_of
@@ -42,10 +30,6 @@ from metaphrase.tokenization import TextFrame, TokenizerPair, checked_texts, set
 logger = logging.getLogger(__name__)
 
 ENGINES = ("auto", "torch", "ctranslate2")
-COUNTERS = (
-    *("num_unfinished", "num_truncated", "num_unknown", "num_cut"),
-    *("num_loops", "num_looping", "num_drafted", "num_accepted"),
-)
 # Options of `generate()` that phrases and loops add to those of transformers. None is as good as nothing.
 _OWN_OPTIONS = ("must_contain", "never_contain", "force_words_ids", "assistant_model", "end_loops")
 
@@ -108,7 +92,7 @@ class TextStream:
     num_targets: Callable[..., int]
     generate_stream: Callable[..., Iterator[list[ScoredText]]]
 
-    def count(self, counts: Mapping[str, int], hypotheses: Iterable[list[Hypothesis]] = ()) -> None:
+    def count(self, counts: Mapping[str, int], hypotheses: Iterable[list[batches.Hypothesis]] = ()) -> None:
         """Add to the counters, by name, and to `num_unfinished` the hypotheses without their end of sequence."""
         for name, number in counts.items():
             setattr(self, name, getattr(self, name) + number)
@@ -116,23 +100,22 @@ class TextStream:
 
     def log_counts(self, num_sources: int) -> None:
         """Log the counters that tell of a problem, and the share of drafted tokens that were accepted."""
-        if self.num_unfinished:
-            text = "Targets that are unfinished at the length limit: %d (sources: %d). Raise max_new_tokens."
-            logger.warning(text, self.num_unfinished, num_sources)
-        if self.num_loops:
-            text = "Targets that repeated themselves and were decoded again: %d. Of these still repeat themselves: %d."
-            logger.warning(text, self.num_loops, self.num_looping)
-        if self.num_truncated:
-            text = "%d of %d sources had more than max_source_length tokens and were truncated."
-            logger.warning(text, self.num_truncated, num_sources)
-        if self.num_unknown:
-            text = "%d of %d sources have unknown tokens, for characters or words that the vocabulary lacks."
-            logger.warning(text, self.num_unknown, num_sources)
-        if self.num_cut:
-            logger.warning("%d sentences were too long and were cut between clauses.", self.num_cut)
+        problems = {
+            "num_unfinished": "Targets that are unfinished at the length limit: {} (sources: {}). Raise max_new_tokens.",
+            "num_loops": "Targets that repeated themselves and were decoded again: {}. Of these still repeat themselves: {}.",
+            "num_truncated": "{} of {} sources had more than max_source_length tokens and were truncated.",
+            "num_unknown": "{} of {} sources have unknown tokens, for characters or words that the vocabulary lacks.",
+            "num_cut": "{} sentences were too long and were cut between clauses.",
+        }
+        for name, text in problems.items():
+            if count := getattr(self, name):
+                logger.warning(text.format(count, self.num_looping if name == "num_loops" else num_sources))
         if self.num_drafted:
             share = 100 * self.num_accepted / self.num_drafted
             logger.info("Of %d drafted tokens %.1f %% were accepted.", self.num_drafted, share)
+
+
+COUNTERS = tuple(name for name in vars(TextStream) if name.startswith("num_"))
 
 
 @dataclass(frozen=True)
@@ -180,7 +163,7 @@ class Plan:
             return cls([generator], None, {**risk, **options}, 1, False, True, False, minimizes_risk=True)
         options = {name: value for name, value in options.items() if value is not None or name not in _OWN_OPTIONS}
         ends_loops = bool(options.pop("end_loops", False))
-        options = read_options(complete_sampling(options))
+        options = batches.read_options(complete_sampling(options))
         partners, joint_search = generator.members, generator.joint_search
         if "assistant_model" in options:
             partners, joint_search = needed_plugin("joint_generate", "assistant_model")(generator, options)
@@ -208,13 +191,13 @@ class Plan:
         numbers = [number for number, text in enumerate(documents, start=1) for _ in text.sentences]
         unknown = self.generators[0].tokenizers.unknown_id
         num_unknown = len({number for number, ids in zip(numbers, sources[0], strict=True) if unknown in ids})
-        with numbering(numbers):
+        with batches.numbering(numbers):
             for generator, ids in zip(self.generators, sources, strict=True):
-                check_sources(ids, longest_source(generator.model), generator.max_tokens_per_batch)
+                batches.check_sources(ids, batches.longest_source(generator.model), generator.max_tokens_per_batch)
         counts = {"num_cut": num_cut, "num_truncated": num_truncated, "num_unknown": num_unknown}
         return EncodedTexts(sources, documents, counts)
 
-    def decode(self, documents: list[Document], hypotheses: list[list[Hypothesis]]) -> list[list[ScoredText]]:
+    def decode(self, documents: list[Document], hypotheses: list[list[batches.Hypothesis]]) -> list[list[ScoredText]]:
         """Return target texts for all sources. A blank source has empty ones.
 
         The score of a text is the mean of its sentences.
@@ -241,13 +224,13 @@ class Generator(TextStream):
 
     def __init__(
         self,
-        model: PreTrainedModel | Engine,
+        model: PreTrainedModel | batches.Engine,
         tokenizers: TokenizerPair,
         *,
         source_prefix: str = "",
         max_source_length: int | None = None,
-        batch_size: int = DEFAULT_BATCH_SIZE,
-        max_tokens_per_batch: int = DEFAULT_MAX_TOKENS_PER_BATCH,
+        batch_size: int = batches.DEFAULT_BATCH_SIZE,
+        max_tokens_per_batch: int = batches.DEFAULT_MAX_TOKENS_PER_BATCH,
         members: Sequence["Generator"] = (),
         vocabulary_map: Any = None,
     ):
@@ -496,7 +479,7 @@ class Generator(TextStream):
                 yield from candidates
 
     def generate_chunk(
-        self, plan: Plan, chunk: Chunk, seed: int | None, on_batch: OnBatch = None
+        self, plan: Plan, chunk: Chunk, seed: int | None, on_batch: batches.OnBatch = None
     ) -> list[list[ScoredText]]:
         """Return the candidates of each source of a chunk, whatever came before."""
         if chunk.number and self.engine_choice is not None:
@@ -506,13 +489,13 @@ class Generator(TextStream):
             seed = int(state[0] >> np.uint64(1))
         if seed is not None:
             torch.manual_seed(seed)
-        with numbering(range(chunk.first + 1, chunk.first + len(chunk.texts) + 1)):
+        with batches.numbering(range(chunk.first + 1, chunk.first + len(chunk.texts) + 1)):
             if plan.minimizes_risk:
                 return [[candidate] for candidate in self.generate_mbr(chunk.texts, **plan.options)]
             return self.generate_planned(plan, chunk.texts, on_batch=on_batch)
 
     def generate_planned(
-        self, plan: Plan, texts: list[str], show_progress: bool | None = False, on_batch: OnBatch = None
+        self, plan: Plan, texts: list[str], show_progress: bool | None = False, on_batch: batches.OnBatch = None
     ) -> list[list[ScoredText]]:
         """Return the candidates of each text: the way from texts to ids, from ids to hypotheses, and from these to texts."""
         encoded = plan.encode(texts)
@@ -522,17 +505,18 @@ class Generator(TextStream):
         return plan.decode(encoded.documents, hypotheses)
 
     def generate_encoded(
-        self, plan: Plan, encoded: EncodedTexts, show_progress: bool | None = False, on_batch: OnBatch = None
-    ) -> list[list[Hypothesis]]:
+        self, plan: Plan, encoded: EncodedTexts, show_progress: bool | None = False, on_batch: batches.OnBatch = None
+    ) -> list[list[batches.Hypothesis]]:
         """Return the hypotheses of each sentence, and count. The server overrides this method, so that requests share batches."""
         ids, *partner_ids = encoded.ids
         # A copy, because the search counts its drafts.
         model, joint_search = self.model, copy.copy(plan.joint_search)
-        partners = [Partner(other.model, rows) for other, rows in zip(plan.generators[1:], partner_ids, strict=True)]
+        inputs = zip(plan.generators[1:], partner_ids, strict=True)
+        partners = [batches.Partner(other.model, rows) for other, rows in inputs]
         if self.engine_choice is not None and ids:
             sizes = self.batch_size, plan.return_scores, bool(partners)
             model = self.engine_choice.choose(model, plan.options, ids, *sizes)
-        hypotheses = generate_hypotheses(
+        hypotheses = batches.generate_hypotheses(
             model,
             ids,
             options=plan.options,
@@ -551,7 +535,7 @@ class Generator(TextStream):
 
     def generate_ids(
         self, texts: list[str], *, return_scores: bool = False, show_progress: bool | None = False, **generation_kwargs
-    ) -> list[list[Hypothesis]]:
+    ) -> list[list[batches.Hypothesis]]:
         """Return the hypotheses of texts, of which blank ones are left out. The options are those of `generate_n_best()`."""
         plan = Plan.of(self, generation_kwargs, return_scores)
         return self.generate_encoded(plan, plan.encode(texts), show_progress)
@@ -599,9 +583,7 @@ def check_source_length(length: int, tokenizers: TokenizerPair, prefix: str) -> 
     # White space at the end of the prefix may be part of the next token.
     [ids] = tokenizers.encode_sources([prefix.rstrip()])
     if length <= len(ids):
-        raise MetaphraseError(
-            f"`max_source_length` must be above {len(ids)}, the special tokens and those of `source_prefix`, got {length}."
-        )
+        raise MetaphraseError(f"`max_source_length` must be above {len(ids)}, the tokens around a text, got {length}.")
 
 
 def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
@@ -609,7 +591,5 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     weight_type = "auto" if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."), None)
     is_float = isinstance(weight_type, torch.dtype) and weight_type.is_floating_point
     if dtype != "auto" and not is_float and weight_type != torch.int8:
-        raise MetaphraseError(
-            f"`dtype` must be auto, int8 or one of torch's, such as float32, bfloat16 or float16, got {str(dtype)!r}."
-        )
+        raise MetaphraseError(f"`dtype` must be auto, int8 or one of torch's, such as bfloat16, got {str(dtype)!r}.")
     return weight_type

@@ -109,11 +109,10 @@ class OutputFile(contextlib.ExitStack):
                 break
             line = self._old_lines.popleft()
             if not _is_beginning(line, expected.encode("utf-8"), self._with_scores):
+                shown = line.decode("utf-8", errors="replace").rstrip()
                 raise MetaphraseError(
-                    "`output` must hold the lines of this command to be resumed, but in "
-                    f"{self.path} source {self.next_source} has "
-                    f"{line.decode('utf-8', errors='replace').rstrip()!r} instead of {expected.rstrip()!r}. Use the model, "
-                    "input and options of the stopped run, or leave out --resume to start again."
+                    f"`output` must hold the lines of this command to be resumed, but in {self.path} source {self.next_source} "
+                    f"has {shown!r} instead of {expected.rstrip()!r}. Leave out --resume to start again."
                 )
         if self.next_source >= self.num_done:
             if self._end is not None:
@@ -126,9 +125,9 @@ class OutputFile(contextlib.ExitStack):
     def finish(self) -> None:
         """Empty an old file if nothing was written. Raises `MetaphraseError` if a resumed file holds targets of more sources."""
         if self._old_lines:
+            shown = f"{self.num_done} in {self.path}"
             raise MetaphraseError(
-                f"`output` must not hold targets of more sources than the input has, got {self.num_done} in {self.path}. "
-                "Leave out --resume to start again."
+                f"`output` must not hold more sources than the input, got {shown}. Leave out --resume."
             )
         if not self.num_done and self._end is not None:
             self._stream.truncate(self._end)

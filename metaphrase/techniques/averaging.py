@@ -19,16 +19,7 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import check_output, folder_in_one_step, read_json, refuse_outer_links, write_provenance
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, write_weights
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training.checkpoints import (
-    ARGUMENTS_NAME,
-    DEFAULT_METRIC,
-    PROGRESS_NAME,
-    PROVENANCE_NAME,
-    RECIPE_NAME,
-    checkpoints_in,
-    scores_in,
-    step_of,
-)
+from metaphrase.training import checkpoints
 from metaphrase.training.distributed import load_whole_weights
 from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.trainer import MetaphraseTrainer
@@ -38,8 +29,9 @@ logger = logging.getLogger(__name__)
 # Folder of a run that holds the mean of checkpoints until it is loaded.
 _AVERAGE_NAME = "_average"
 # Files of a single checkpoint that are wrong for the mean: weights, the trainer's state, pickled files, results.
-_LEFT_OUT = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", TRAINER_STATE_NAME, PROGRESS_NAME)
-_LEFT_OUT += (ARGUMENTS_NAME, PROVENANCE_NAME, "metrics.json", "*_predictions.txt", "README.md", ".*")
+_LEFT_OUT = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "metrics.json", "*_predictions.txt", ".*")
+_LEFT_OUT += ("README.md", TRAINER_STATE_NAME, checkpoints.PROGRESS_NAME, checkpoints.ARGUMENTS_NAME)
+_LEFT_OUT += (checkpoints.PROVENANCE_NAME,)
 # Fields of a configuration that do not describe the model.
 _UNIMPORTANT = ("_name_or_path", "transformers_version")
 
@@ -49,7 +41,7 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
 
     Where the mean of the best scores worse than the best of them, because they are too different, the best is loaded.
     """
-    metric = None if recipe.average_best is None else recipe.metric_for_best_model or DEFAULT_METRIC
+    metric = None if recipe.average_best is None else recipe.metric_for_best_model or checkpoints.DEFAULT_METRIC
     # Not `average`, which may be a mean that its owner has made.
     average, is_written = run / _AVERAGE_NAME, False
     folders: list[Path | None] = [average]
@@ -75,7 +67,7 @@ def average_run(recipe: Recipe, trainer: MetaphraseTrainer, run: Path) -> None:
     broadcast_object_list(folders)
     if folders[0] is not None:
         load_whole_weights(trainer.model, folders[0])
-    if folders[1] is not None and _is_worse(trainer, metric, step_of(folders[1])):
+    if folders[1] is not None and _is_worse(trainer, metric, checkpoints.step_of(folders[1])):
         load_whole_weights(trainer.model, folders[1])
     trainer.accelerator.wait_for_everyone()
     if is_written:
@@ -90,8 +82,8 @@ def _is_worse(trainer: MetaphraseTrainer, metric: str, step: int) -> bool:
     # Unlike `evaluate`, it leaves the log of the run alone.
     metrics = trainer.predict(trainer.eval_dataset, metric_key_prefix="eval").metrics
     arguments.prediction_loss_only = is_loss_alone
-    now = scores_in([{**metrics, "step": step}], metric).get(step, -math.inf)
-    before = scores_in(trainer.state.log_history, metric)[step]
+    now = checkpoints.scores_in([{**metrics, "step": step}], metric).get(step, -math.inf)
+    before = checkpoints.scores_in(trainer.state.log_history, metric)[step]
     if now < before:
         logger.info(
             "The mean of the best checkpoints scores %.2f in %s, and the best of them %.2f: the best is the finished model.",
@@ -123,26 +115,20 @@ def select_checkpoints(
     """
     field, number = ("last", last) if best is None else ("best", best)
     if (last is None) == (best is None) or number < 1:
-        raise MetaphraseError(
-            f"Exactly one of `last` and `best` must be given, and be at least 1, got {last} and {best}."
-        )
-    run_dir = Path(run_dir)
-    by_step = {step_of(path): path for path in checkpoints_in(run_dir)}
+        raise MetaphraseError(f"Either `last` or `best` must be given, at least 1, got {last} and {best}.")
+    run_dir, metric = Path(run_dir), metric or checkpoints.DEFAULT_METRIC
+    by_step = {checkpoints.step_of(path): path for path in checkpoints.checkpoints_in(run_dir)}
     scores = dict.fromkeys(by_step, 0.0)
     if best is not None:
         if log_history is None:
             paths = [folder / TRAINER_STATE_NAME for folder in (run_dir, *by_step.values())]
             states = [read_json(path) for path in paths if path.is_file()]
             log_history = max(states, key=lambda state: state.get("global_step", 0), default={}).get("log_history", [])
-        scores = {
-            step: score for step, score in scores_in(log_history, metric or DEFAULT_METRIC).items() if step in by_step
-        }
+        scores = {step: score for step, score in checkpoints.scores_in(log_history, metric).items() if step in by_step}
     if len(scores) < number and not (or_fewer and scores):
-        what = "checkpoints" if best is None else f"checkpoints with a score in `{metric or DEFAULT_METRIC}`"
-        raise MetaphraseError(
-            f"`{field}` must be at most the number of {what}, {len(scores)} in {run_dir}, got {number}. "
-            "A run keeps as many checkpoints as `save_total_limit` says."
-        )
+        what = "checkpoints" if best is None else f"checkpoints with a score in `{metric}`"
+        text = f"`{field}` must be at most the number of {what}, {len(scores)} in {run_dir}, got {number}."
+        raise MetaphraseError(f"{text} A run keeps as many checkpoints as `save_total_limit` says.")
     return [by_step[step] for step in sorted(scores, key=lambda step: (scores[step], step))[-number:]]
 
 
@@ -163,23 +149,23 @@ def average_checkpoints(
     if len({folder.resolve() for folder in folders}) < max(len(folders), 2):
         names = ", ".join(map(str, folders)) or "none"
         raise MetaphraseError(f"`folders` must be at least two, and different, got {names}.")
-    check = partial(check_output, output, folders, overwrite, PROVENANCE_NAME, "averaged")
+    check = partial(check_output, output, folders, overwrite, checkpoints.PROVENANCE_NAME, "averaged")
     check()
     with contextlib.ExitStack() as files:
-        checkpoints = [WeightFiles(folder, files) for folder in folders]
-        for checkpoint in checkpoints[:-1]:
-            _check_equal(checkpoint, checkpoints[-1])
+        models = [WeightFiles(folder, files) for folder in folders]
+        for checkpoint in models[:-1]:
+            _check_equal(checkpoint, models[-1])
         with folder_in_one_step(output, check) as unfinished:
-            _copy_rest(checkpoints[-1], unfinished)
+            _copy_rest(models[-1], unfinished)
             # Files of about the size of the last checkpoint's.
-            last, changed = checkpoints[-1], []
+            last, changed = models[-1], []
             planned = {
-                name: PlannedTensor(kind.nbytes, partial(_mean, checkpoints, name, changed))
+                name: PlannedTensor(kind.nbytes, partial(_mean, models, name, changed))
                 for name, kind in last.kinds.items()
             }
             write_weights(unfinished, planned, max(path.stat().st_size for path in last.paths))
             names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
-            write_provenance(unfinished / PROVENANCE_NAME, averaged=names)
+            write_provenance(unfinished / checkpoints.PROVENANCE_NAME, averaged=names)
     if changed:
         logger.warning("Whole numbers that differ are those of %s: %s.", last.folder, ", ".join(changed))
     logger.info("Averaged %d checkpoints: %s.", len(folders), ", ".join(map(str, folders)))
@@ -216,18 +202,18 @@ def _copy_rest(checkpoint: WeightFiles, output: Path) -> None:
         elif path.is_file() and not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT_OUT):
             refuse_outer_links(folder, [path], "folders")
             shutil.copyfile(path, output / path.name)
-    for recipe in (folder / RECIPE_NAME, folder.parent / RECIPE_NAME):
+    for recipe in (folder / checkpoints.RECIPE_NAME, folder.parent / checkpoints.RECIPE_NAME):
         if recipe.is_file():
-            shutil.copyfile(recipe, output / RECIPE_NAME)
+            shutil.copyfile(recipe, output / checkpoints.RECIPE_NAME)
             break
 
 
-def _mean(checkpoints: Sequence[WeightFiles], name: str, changed: list[str]) -> torch.Tensor:
+def _mean(models: Sequence[WeightFiles], name: str, changed: list[str]) -> torch.Tensor:
     """Return the mean of a weight, or else the last checkpoint's. Names of whole numbers that differ go to `changed`."""
-    tensor = checkpoints[-1].read(name)
+    tensor = models[-1].read(name)
     if tensor.is_floating_point():
         # In float64, the mean of equal numbers is exact.
-        return (sum(files.read(name).double() for files in checkpoints) / len(checkpoints)).to(tensor.dtype)
-    if not all(torch.equal(tensor, files.read(name)) for files in checkpoints[:-1]):
+        return (sum(files.read(name).double() for files in models) / len(models)).to(tensor.dtype)
+    if not all(torch.equal(tensor, files.read(name)) for files in models[:-1]):
         changed.append(name)
     return tensor

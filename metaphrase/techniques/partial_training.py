@@ -78,10 +78,8 @@ def check_parts(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Parameter,
             matching = {weight for weight, aliases in names.items() if any(_matches(glob, alias) for alias in aliases)}
             if not matching:
                 tops = sorted({alias.split(".")[0] for aliases in names.values() for alias in aliases})
-                raise MetaphraseError(
-                    f"`freeze` must name parts of the model, got {pattern.removeprefix('!')!r}, and there is no {glob!r}. "
-                    f"At the top there are {', '.join(tops)}."
-                )
+                text = f"`freeze` must name parts of the model, got {pattern.removeprefix('!')!r}, and there is no {glob!r}."
+                raise MetaphraseError(f"{text} At the top there are {', '.join(tops)}.")
             for weight in matching:
                 if pattern.startswith("!"):
                     frozen.pop(weight, None)
@@ -131,9 +129,7 @@ def add_lora(
     for target in target_modules or ():
         modules = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
         if not modules or not all(isinstance(module, nn.Linear) and aliases[module.weight] == 1 for module in modules):
-            raise MetaphraseError(
-                f"`lora_target_modules` must name linear layers without tied weights, got {target!r}."
-            )
+            raise MetaphraseError(f"`lora_target_modules` must name linear layers that are not tied, got {target!r}.")
     config = peft.LoraConfig(
         task_type=peft.TaskType.SEQ_2_SEQ_LM,
         r=rank,

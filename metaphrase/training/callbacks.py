@@ -10,19 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import (
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-)
-from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
-from transformers.utils import logging as transformers_logging
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.progress import ProgressLines
-from metaphrase.training.distributed import from_first_process, has_several_processes
+from metaphrase.training.distributed import from_first_process
 from metaphrase.training.recipe.fields import DECODING
 from metaphrase.training.recipe.recipe import Recipe
 
@@ -38,9 +31,7 @@ def parse_seconds(text: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not seconds:
-        raise MetaphraseError(
-            f"`time_budget` must be a number above 0 with one of s, m, h or d, such as 20m, got {text!r}."
-        )
+        raise MetaphraseError(f"`time_budget` must be a number above 0 with s, m, h or d, such as 20m, got {text!r}.")
     return seconds
 
 
@@ -85,21 +76,12 @@ class TimeBudget(EarlyEnd):
 
     def __init__(self, deadline: float, final_share: float, seconds: float):
         self.deadline, self.final_share, self.seconds = deadline, final_share, seconds
-        self.start, self.reserved = time.time(), 0.0
-        # Progress of the first process at the last update, if there are several.
-        self._shared: float | None = None
-
-    @property
-    def progress(self) -> float:
-        return self._measure() if self._shared is None else self._shared
-
-    def _measure(self) -> float:
-        return (time.time() - self.start) / max(1e-9, self.deadline - self.reserved - self.start)
+        self.start, self.reserved, self.progress = time.time(), 0.0, 0.0
 
     def on_optimizer_step(self, *_, **__):
         # The step of the schedule follows.
-        if has_several_processes():
-            self._shared = from_first_process(self._measure)
+        seconds = max(1e-9, self.deadline - self.reserved - self.start)
+        self.progress = from_first_process(lambda: (time.time() - self.start) / seconds)
 
     def is_due(self) -> bool:
         return self.progress >= 1
@@ -241,25 +223,6 @@ class ProgressLog(TrainerCallback):
             scores = {name.removeprefix("eval_"): value for name, value in metrics.items()}
             texts = [f"{name} {value:.4g}" for name, value in scores.items() if not name.endswith(_OTHER_VALUES)]
             logger.info("update %d, validation: %s", state.global_step, ", ".join(texts))
-
-
-def with_plain_lines(trainer: Trainer, deadline: float = math.inf) -> Trainer:
-    """Return the trainer with plain lines in place of transformers' bars and dictionaries. A notebook keeps its table."""
-    if trainer.pop_callback(PrinterCallback) or trainer.pop_callback(ProgressCallback):
-        trainer.add_callback(ProgressLog(deadline))
-    return trainer
-
-
-@contextlib.contextmanager
-def without_weight_bars() -> Iterator[None]:
-    """Hide transformers' bars for loading and saving weights, since each checkpoint would show two."""
-    is_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            transformers_logging.enable_progress_bar()
 
 
 def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback], control: TrainerControl) -> None:

@@ -15,10 +15,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.storage.folders import ENSEMBLE_NAME, WriteLock
+from metaphrase.storage.folders import ENSEMBLE_NAME, WriteLock, write_json
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.recipe.fields import DECODING, OWN_FIELDS, check_conflicts, group_of
-from metaphrase.training.recipe.recipe import METRIC_SCHEDULES, Recipe, is_better_lower, saved_recipe
+from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, is_better_lower, saved_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +76,17 @@ def what_is_missing(folder: str | Path) -> list[str]:
 def check_whole(checkpoint: str | Path, run_dir: str | Path | None = None) -> None:
     """Refuse to resume from a checkpoint that is not whole, or from one of the run before its last whole one."""
     if problems := what_is_missing(checkpoint):
+        text = f"`resume_from_checkpoint` must be a whole checkpoint, got {checkpoint}: {'; '.join(problems)}."
         raise MetaphraseError(
-            f"`resume_from_checkpoint` must be a whole checkpoint, got {checkpoint}: {'; '.join(problems)}. Restore the file; or "
-            "start a new run in another folder, from these weights by `model_name_or_path`."
+            f"{text} Restore the file; or start a new run from these weights by `model_name_or_path`."
         )
     checkpoint = Path(checkpoint).resolve()
     is_own = run_dir is not None and checkpoint.parent == Path(run_dir).resolve()
     last = last_whole_checkpoint(run_dir) if is_own else None
     if last is not None and step_of(checkpoint) < step_of(Path(last)):
-        raise MetaphraseError(
-            f"`resume_from_checkpoint` must be the last checkpoint of its run, got {checkpoint.name}, and there is {last}, "
-            "which would belong to another course of the run. Move later checkpoints away first."
-        )
+        # A later one would belong to another course of the run.
+        text = f"`resume_from_checkpoint` must be the last checkpoint of its run, got {checkpoint.name}, and there is {last}."
+        raise MetaphraseError(f"{text} Move later checkpoints away first.")
 
 
 def last_whole_checkpoint(run_dir: str | Path) -> str | None:
@@ -108,8 +107,7 @@ def publish_checkpoint(checkpoint: Path, progress: dict[str, Any]) -> None:
     unfinished = checkpoint.parent / UNFINISHED_NAME / checkpoint.name
     files = [path for path in sorted(unfinished.rglob("*")) if path.is_file() and path.name != PROGRESS_NAME]
     sizes = {path.relative_to(unfinished).as_posix(): path.stat().st_size for path in files}
-    text = json.dumps({**progress, "files": sizes}, indent=2)
-    (unfinished / PROGRESS_NAME).write_text(text + "\n", encoding="utf-8")
+    write_json(unfinished / PROGRESS_NAME, {**progress, "files": sizes})
     for path in [*unfinished.rglob("*"), unfinished]:
         _flush(path)
     if checkpoint.exists():
@@ -210,19 +208,15 @@ _FREE = {"data_dir", "pairs_in_buffer", "source_language", "target_language", "v
 _FREE |= {f"{split}{kind}" for split in ("validation", "test") for kind in ("_file", "_source_file", "_target_file")}
 _FREE |= {"max_validation_samples", "max_test_samples", "dataset_validation_split", "dataset_test_split"}
 _FREE |= {"average_last", "average_best", "r_drop_alpha", "r_drop_start_step"}
+# A fault may have ended the run. The pairs are compared by themselves.
+_FREE |= {"malformed", "invalid_utf8"}
 # Fields of transformers that a resumed run may not change. The checkpoint's optimizer would silently keep its old settings, and
 # the seeds decide which pairs are taken out of training, and their order.
 _SETTLED_TRAINING: tuple[str, ...] = ("optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay")
 _SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs")
 _SETTLED_TRAINING += ("seed", "data_seed")
 # Pairs of fields of which a run has one.
-_ALTERNATIVES = (
-    ("max_tokens_per_batch", "per_device_train_batch_size"),
-    ("max_steps", "num_train_epochs"),
-    ("average_last", "average_best"),
-)
-# Fields that may become `skip` after a fault has ended a run.
-_FAULTS = ("malformed", "invalid_utf8")
+_ALTERNATIVES = (BATCH_SIZES, ("max_steps", "num_train_epochs"), ("average_last", "average_best"))
 
 
 def discard_model(folder: Path) -> None:
@@ -317,10 +311,9 @@ def _refuse_content(recipe: Recipe, folder: Path) -> None:
     is_own_tokenizer = Path(recipe.tokenizer_name_or_path or "/").resolve() == folder.resolve()
     for name in names:
         if (folder / name).exists() and not (name == "tokenizer.json" and is_own_tokenizer):
-            raise MetaphraseError(
-                f"`output_dir` must not hold a model, a checkpoint or a file that the run would replace, got {folder} with "
-                f"{name}. Pass another folder by --output_dir, or --resume to go on with the run that wrote it."
-            )
+            text = "`output_dir` must not hold a model, a checkpoint or a file that the run would replace"
+            hint = "Pass another by --output_dir, or --resume to go on with the run that wrote it."
+            raise MetaphraseError(f"{text}, got {folder} with {name}. {hint}")
 
 
 def _check_same_run(recipe: Recipe, folder: Path) -> None:
@@ -329,22 +322,14 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
         return
     before, now = _settled_values(saved_recipe(path)), _settled_values(recipe)
     for name in sorted(before.keys() | now.keys()):
-        old, new = before.get(name), now.get(name)
-        # The data read so far had no fault.
-        is_more_lenient = name.rpartition(".")[2] in _FAULTS and (old, new) == ("error", "skip")
-        if old != new and not is_more_lenient:
-            raise MetaphraseError(
-                f"`{name}` must stay as it was when a run is resumed, got {new!r}, and {old!r} in {path}. "
-                "To change it, start a new run in another folder by --output_dir."
-            )
+        if (old := before.get(name)) != (new := now.get(name)):
+            text = f"`{name}` must stay as it was when a run is resumed, got {new!r}, and {old!r} in {path}."
+            raise MetaphraseError(f"{text} To change it, start a new run in another folder by --output_dir.")
 
 
 def _settled_values(recipe: Recipe) -> dict[str, Any]:
     """Return the values of all fields that may not change. Keys of a mapping become names with a dot."""
     names = [name for name in OWN_FIELDS if group_of(name) not in _FREE_GROUPS] + [*_SETTLED_TRAINING]
-    if recipe.lr_scheduler_type in METRIC_SCHEDULES:
-        # The schedule compares values of the metric before and after.
-        names += ["metric_for_best_model", "greater_is_better"]
     values, pending = {}, [(name, getattr(recipe, name)) for name in names]
     for name, value in pending:
         if isinstance(value, dict):

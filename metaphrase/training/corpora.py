@@ -12,17 +12,8 @@ import datasets
 import numpy as np
 from transformers import Seq2SeqTrainingArguments
 
+from metaphrase.data import pairs
 from metaphrase.data.encoding import encode_pairs
-from metaphrase.data.pairs import (
-    LENGTH_COLUMNS,
-    SPLITS,
-    DataReport,
-    PairSource,
-    column_texts,
-    data_seed,
-    load_pairs,
-    split_pairs,
-)
 from metaphrase.data.token_budget import PairStream, TokenBudgetStream
 from metaphrase.errors import MetaphraseError
 from metaphrase.plugins import needed_plugin
@@ -55,7 +46,7 @@ class PairCorpus:
 
     special_tokens: tuple[str, ...] = ()
     label = ""
-    stream: PairSource | None = None
+    stream: pairs.PairSource | None = None
     num_pairs = 0
 
     def __init__(
@@ -76,14 +67,11 @@ class PairCorpus:
         for name, limit in zip((*TRAINING_LIMITS, "generation_max_length"), limits, strict=True):
             if limit is not None and (value := getattr(recipe, name) or 0) > limit:
                 if recipe.is_set(name):
-                    positions = longest[name != TRAINING_LIMITS[0]]
-                    raise MetaphraseError(
-                        f"`{name}` must be at most {limit} for a model with `max_position_embeddings` {positions}, got {value}."
-                    )
+                    raise MetaphraseError(f"`{name}` must be at most {limit}, the limit of the model, got {value}.")
                 logger.info("`%s` is lowered from %d to %d, the most that the model can read.", name, value, limit)
                 lowered[name] = limit
         self.recipe = recipe.choose("the model reads no more", **lowered)
-        self.seed = data_seed(arguments)
+        self.seed = pairs.data_seed(arguments)
         self.splits: dict[str, Any] = {}
         self.reports: dict[str, Any] = {}
         # Parts of the training pairs that augmentation learns.
@@ -93,25 +81,22 @@ class PairCorpus:
     def _check(self) -> None:
         recipe = self.recipe
         if recipe.pairs_options("train") is None:
-            raise MetaphraseError(
-                "A recipe must name its training pairs: `train_file`, or `train_source_file` and `train_target_file`, "
-                "or `dataset_name`, got none of them."
-            )
+            raise MetaphraseError("A recipe must name its training pairs, such as a `train_file`, got none.")
 
     def read(self, most: float = math.inf) -> None:
         """Read all splits that the recipe names. More than `most` training pairs in files become a stream."""
-        for split in SPLITS:
+        for split in pairs.SPLITS:
             if (options := self.recipe.pairs_options(split)) is None:
                 continue
-            source = PairSource(**options)
+            source = pairs.PairSource(**options)
             if split == "train" and (self.recipe.streaming or source.num_bytes > _LEAST_BYTES * most):
                 logger.info("Reading a sample of %s.", source.name)
                 self.splits[split], self.num_pairs = source.sample(SAMPLED_PAIRS, self.seed)
                 if self.recipe.streaming or self.num_pairs > most:
                     self.stream = source
                     continue
-            self.reports[split] = DataReport()
-            self.splits[split] = load_pairs(**options, report=self.reports[split])
+            self.reports[split] = pairs.DataReport()
+            self.splits[split] = pairs.load_pairs(**options, report=self.reports[split])
 
     def with_recipe(self, recipe: Recipe) -> "PairCorpus":
         """Return a corpus with the texts that were read and other choices."""
@@ -125,12 +110,12 @@ class PairCorpus:
             self.read()
         sizes = self.recipe.num_validation, self.recipe.num_test
         if any(size and split not in self.splits for size, split in zip(sizes, ("validation", "test"), strict=True)):
-            self.splits.update(split_pairs(self.splits["train"], *sizes, self.seed, self.recipe.keep_rare_words))
+            self.splits.update(pairs.split_pairs(self.splits["train"], *sizes, self.seed, self.recipe.keep_rare_words))
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return the sources, without prefix, and the targets of training."""
         train, prefix = self.splits["train"], len(self.recipe.source_prefix or "")
-        return (text[prefix:] for text in column_texts(train, "source")), column_texts(train, "target")
+        return (text[prefix:] for text in pairs.column_texts(train, "source")), pairs.column_texts(train, "target")
 
     def encode(self, tokenizers: TokenizerPair) -> dict[str, Any]:
         """Return the token ids of all splits. Empty and long pairs are left out in training only, never in scoring.
@@ -147,7 +132,7 @@ class PairCorpus:
         return encoded
 
     def _encode_splits(self, tokenizers: TokenizerPair) -> dict[str, Any]:
-        return {name: self._encode(name, tokenizers) for name in SPLITS if name in self.splits}
+        return {name: self._encode(name, tokenizers) for name in pairs.SPLITS if name in self.splits}
 
     def _augmenter(self, tokenizers: TokenizerPair) -> Any:
         """Return the `Augmenter` of the training pairs, or None if they stay as they are."""
@@ -166,30 +151,22 @@ class PairCorpus:
         limits = self.limits if is_train else self.longest
         if is_train and recipe.streaming:
             return self.stream_batches(tokenizers)
-        rules = {
-            "max_source_length": limits[0],
-            "max_target_length": limits[1],
-            "too_long": recipe.too_long if is_train else "truncate",
-            "empty": recipe.empty if is_train or recipe.empty == "error" else "keep",
-        }
-        encoded, report = encode_pairs(
-            self.splits[split],
-            tokenizers,
-            keep_text=not is_train or recipe.is_augmented,
-            report=self.reports.get(split),
-            **rules,
-        )
+        rules: dict[str, Any] = dict(zip(TRAINING_LIMITS, limits, strict=True))
+        rules["too_long"] = recipe.too_long if is_train else "truncate"
+        rules["empty"] = recipe.empty if is_train or recipe.empty == "error" else "keep"
+        options = {"keep_text": not is_train or recipe.is_augmented, "report": self.reports.get(split)}
+        encoded, report = encode_pairs(self.splits[split], tokenizers, **options, **rules)
         self.reports[split] = report
         logger.info("%s%s: %s", self.label, split, report)
         if not is_train and recipe.too_long != "truncate" and (report.source_truncated or report.target_truncated):
             most = " and ".join(map(str, dict.fromkeys(self.longest)))
+            longer = f"{report.source_truncated} sources and {report.target_truncated} targets that are longer"
             raise MetaphraseError(
-                f"The {split} pairs must be within the {most} tokens of `max_position_embeddings`, since all are scored, "
-                f"got {report.source_truncated} sources and {report.target_truncated} targets that are longer. Set "
-                "`too_long: truncate` to let the model read the beginning of them; references are not truncated."
+                f"The {split} pairs must be within the {most} tokens of `max_position_embeddings`, since all are scored, got "
+                f"{longer}. Set `too_long: truncate` to let the model read the beginning; references are not truncated."
             )
         if is_train and (column := arguments.length_column_name) not in encoded.column_names:
-            lengths = sum(np.asarray(encoded[name][:]) for name in LENGTH_COLUMNS)
+            lengths = sum(np.asarray(encoded[name][:]) for name in pairs.LENGTH_COLUMNS)
             encoded = encoded.add_column(column, lengths)
         return encoded
 
@@ -205,14 +182,12 @@ class PairCorpus:
         sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
         held_out = {text.strip() for split in sizes if sizes[split] for text in self.splits[split]["source"][:]}
         rules = dict(zip(TRAINING_LIMITS, self.limits, strict=True), too_long=recipe.too_long, empty=recipe.empty)
-        policies = {name: getattr(recipe, name) for name in ("malformed", "invalid_utf8")}
+        stream = replace(self.stream, malformed=recipe.malformed, invalid_utf8=recipe.invalid_utf8)
         # The counts of a stream grow while it is read.
-        pairs = PairStream(
-            replace(self.stream, **policies), tokenizers, self._augmenter(tokenizers), held_out, self.seed, **rules
-        )
-        self.reports["train"] = pairs
+        read = PairStream(stream, tokenizers, self._augmenter(tokenizers), held_out, self.seed, **rules)
+        self.reports["train"] = read
         shares = (arguments.world_size, arguments.process_index)
-        return TokenBudgetStream(pairs, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
+        return TokenBudgetStream(read, recipe.max_tokens_per_batch, self.seed, *shares, recipe.pairs_in_buffer)
 
     @property
     def scale(self) -> float:
@@ -244,9 +219,8 @@ class PairCorpus:
 
     def sizes(self) -> dict[str, int]:
         """Return the number of pairs used in each split. Call it after `encode`; a stream has no size."""
-        return {
-            f"num_{name}": self.reports[name].kept for name in self.splits if isinstance(self.reports[name], DataReport)
-        }
+        reports = {name: self.reports[name] for name in self.splits}
+        return {f"num_{name}": report.kept for name, report in reports.items() if isinstance(report, pairs.DataReport)}
 
 
 def open_corpus(

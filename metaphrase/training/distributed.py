@@ -69,11 +69,6 @@ def variables_of_slurm(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: variables.get(name, value) for name, value in values.items()}
 
 
-def has_several_processes() -> bool:
-    """Return True if this process is in a group with others."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 @functools.cache
 def _group_on_cpu(world: Any) -> Any:
     # No accelerator has to wait for what is sent here. `world` is the default group, which another one may follow.
@@ -85,7 +80,7 @@ def from_first_process(function: Callable[[], Value]) -> Value:
 
     All processes must call this. The value must be such that it can be pickled.
     """
-    if not has_several_processes():
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
         return function()
     # Made before the first process works, since a group is waited for less long than its values.
     group = _group_on_cpu(distributed.group.WORLD)
@@ -164,10 +159,9 @@ def check_same_in_all(**facts: Any) -> None:
     first, *rest = gather_object([facts])
     for number, other in enumerate(rest, start=1):
         if different := [f"{name} {first[name]} and {other[name]}" for name in facts if first[name] != other[name]]:
-            raise MetaphraseError(
-                "All processes must have the same data, versions and checkpoint, got in the processes 0 and "
-                f"{number}: {'; '.join(different)}. Give all machines the same files and packages, and a shared `output_dir`."
-            )
+            text = f"All processes must have the same data, versions and checkpoint, got in processes 0 and {number}"
+            hint = "Give all machines the same files and packages, and a shared `output_dir`."
+            raise MetaphraseError(f"{text}: {'; '.join(different)}. {hint}")
 
 
 # Sharded weights
@@ -271,9 +265,7 @@ def load_whole_weights(model: PreTrainedModel, folder: Path) -> None:
     weights = model.state_dict(keep_vars=True)
     # Marian computes its positions and does not save them.
     if missing := weights.keys() - state.keys() - set(model._keys_to_ignore_on_save or ()):
-        raise MetaphraseError(
-            f"{folder} must hold all weights of the model, got none for {', '.join(sorted(missing))}."
-        )
+        raise MetaphraseError(f"{folder} must hold all weights, got none for {', '.join(sorted(missing))}.")
     if not _is_partitioned(model):
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
         return

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import json
 import logging
 import math
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import is_peft_available
 
 import metaphrase
@@ -28,33 +28,21 @@ from metaphrase.evaluation.metrics import DEFAULT_METRICS, write_metrics
 from metaphrase.inference import Generator
 from metaphrase.inference.line_files import as_lines
 from metaphrase.plugins import needed_plugin, plugin
+from metaphrase.storage.folders import write_json
 from metaphrase.storage.loading import refuse_missing_folder
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.training import checkpoints, model_setup
 from metaphrase.training.callbacks import (
     EarlyStopping,
     EndOnInterrupt,
+    ProgressLog,
     TimeBudget,
     final_share,
     parse_seconds,
-    with_plain_lines,
-    without_weight_bars,
-)
-from metaphrase.training.checkpoints import (
-    DATA_REPORT_NAME,
-    DEFAULT_METRIC,
-    RECIPE_NAME,
-    checkpoint_to_resume,
-    only_writer,
 )
 from metaphrase.training.corpora import PairCorpus, open_corpus
 from metaphrase.training.distributed import check_same_in_all, is_adapted, join_processes
-from metaphrase.training.model_setup import (
-    Data,
-    longest_sequences,
-    make_model,
-    make_tokenizers,
-    remove_ineffective_settings,
-)
+from metaphrase.training.model_setup import Data
 from metaphrase.training.recipe.fields import DECODING, check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer
@@ -104,7 +92,7 @@ class Experiment:
                     refuse_missing_folder(getattr(recipe, name), name)
             if recipe.lora_rank is not None and not is_peft_available():
                 raise ImportError("LoRA needs peft, which is not installed: pip install metaphrase[lora]")
-            self.corpus = open_corpus(recipe, self.arguments, longest_sequences(recipe))
+            self.corpus = open_corpus(recipe, self.arguments, model_setup.longest_sequences(recipe))
             recipe = self.corpus.recipe
         else:
             self.corpus = data.corpus
@@ -116,21 +104,21 @@ class Experiment:
         self.recipe, self.scores, self._data = recipe, TaskScores(metrics, recipe.bleu_tokenize), data
         self.interrupt = EndOnInterrupt()
         self._is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
-        self.checkpoint = None if self._is_unchecked else checkpoint_to_resume(recipe, self.folder)
+        self.checkpoint = None if self._is_unchecked else checkpoints.checkpoint_to_resume(recipe, self.folder)
 
     def prepare(self) -> Data:
         """Read the corpus, make the tokenizers and encode all pairs. A second call returns the same."""
         if self._data is None:
             with self.arguments.main_process_first(desc="reading the corpus"):
                 load(self.corpus)
-            tokenizers = make_tokenizers(self.recipe, self.corpus, self.checkpoint)
+            tokenizers = model_setup.make_tokenizers(self.recipe, self.corpus, self.checkpoint)
             with self.arguments.main_process_first(desc="encoding the corpus"):
                 self._data = Data(self.corpus, tokenizers, self.corpus.encode(tokenizers))
         return self._data
 
     def make_model(self) -> PreTrainedModel:
         """Return the model to train."""
-        return make_model(self.recipe, self.prepare())
+        return model_setup.make_model(self.recipe, self.prepare())
 
     def train(self, callbacks: Sequence[TrainerCallback] = ()) -> dict:
         """Train, save and score the model, and return the content of `metrics.json`. `callbacks` come after those of the run.
@@ -139,18 +127,16 @@ class Experiment:
             MetaphraseError: If this one process has several GPUs, the data, the base model or the checkpoint do not fit, or
                 another run writes to the folder.
         """
-        lock = only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext()
-        with lock, without_weight_bars():
+        lock = checkpoints.only_writer(self.folder) if self.arguments.process_index == 0 else contextlib.nullcontext()
+        with lock:
             # A dry run skips these checks.
             if (count := self.arguments.n_gpu) > 1:
                 # `torch.nn.DataParallel` would cut packed rows, and the two passes of R-Drop, in pieces.
-                raise MetaphraseError(
-                    f"Each GPU must have a process of its own, got one process with {count} GPUs. Start one for each by "
-                    f"`torchrun --nproc_per_node {count} scripts/train.py ...` or `accelerate launch scripts/train.py ...`, "
-                    "or train on one: `CUDA_VISIBLE_DEVICES=0`."
-                )
+                text = f"Each GPU must have a process of its own, got one process with {count} GPUs."
+                hint = f"Use `torchrun --nproc_per_node {count}`, `accelerate launch`, or `CUDA_VISIBLE_DEVICES=0`."
+                raise MetaphraseError(f"{text} {hint}")
             if self._is_unchecked:
-                checkpoint_to_resume(self.recipe, self.folder)
+                checkpoints.checkpoint_to_resume(self.recipe, self.folder)
             return self._train(callbacks)
 
     def _train(self, callbacks: Sequence[TrainerCallback]) -> dict:
@@ -206,15 +192,15 @@ class Experiment:
         config = generator.model.generation_config
         for name, value in values.items():
             setattr(config, name, value)
-        remove_ineffective_settings(config)
+        model_setup.remove_ineffective_settings(config)
         config.save_pretrained(self.folder)
         self.recipe = self.recipe.replace(**values, reasons={**self.recipe.reasons, "num_beams": reason})
 
     def _write_provenance(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({split: report.to_dict() for split, report in self.corpus.reports.items()}, indent=2)
-        (self.folder / DATA_REPORT_NAME).write_text(text + "\n", encoding="utf-8")
-        path = self.folder / RECIPE_NAME
+        reports = {split: report.to_dict() for split, report in self.corpus.reports.items()}
+        write_json(self.folder / checkpoints.DATA_REPORT_NAME, reports)
+        path = self.folder / checkpoints.RECIPE_NAME
         # The file of a resumed run may have comments.
         if not path.is_file() or saved_recipe(path).to_dict() != self.recipe.to_dict():
             self.recipe.save(path)
@@ -344,10 +330,13 @@ def make_trainer(
         r_drop_start_step=recipe.r_drop_start_step,
         num_best_kept=recipe.average_best or 0,
         num_last_kept=recipe.average_last or 0,
-        best_kept_metric=recipe.metric_for_best_model or DEFAULT_METRIC,
+        best_kept_metric=recipe.metric_for_best_model or checkpoints.DEFAULT_METRIC,
         generation_options={"num_beams": arguments.generation_num_beams or 1},
     )
-    return with_plain_lines(trainer, deadline)
+    # Plain lines, in place of transformers' bars and dictionaries. A notebook keeps its table.
+    if trainer.pop_callback(PrinterCallback) or trainer.pop_callback(ProgressCallback):
+        trainer.add_callback(ProgressLog(deadline))
+    return trainer
 
 
 def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path) -> PreTrainedModel:

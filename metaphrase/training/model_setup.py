@@ -21,7 +21,6 @@ from metaphrase.tokenization import TokenizerPair, set_languages
 from metaphrase.training.corpora import PairCorpus
 from metaphrase.training.distributed import from_first_process, whole_shape
 from metaphrase.training.recipe.recipe import Recipe
-from metaphrase.training.training_loss import check_r_drop
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +98,6 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
         longer = recipe.usual_source_length, data.corpus.longest[1] or MAX_TOKENS_WITHOUT_POSITIONS
         # With this mark, transformers would not load settings that it does not know.
         vars(model.generation_config).update(zip(LONGER_SOURCES, longer, strict=True), _from_model_config=None)
-    if recipe.r_drop_alpha:
-        check_r_drop(model, recipe.lora_dropout if recipe.lora_rank is not None else 0.0)
     if recipe.freeze and recipe.freeze_steps is None:
         needed_plugin("freeze", "freeze")(model, recipe.freeze)
     if recipe.lora_rank is not None:
@@ -179,10 +176,9 @@ def fit_vocabulary(
 def _announce_growth(recipe: Recipe, what: str, entries: int, rows: int) -> None:
     logger.warning("The %s grows from %d to %d rows, to hold the tokenizer.", what, rows, entries)
     if recipe.lora_rank is not None:
-        raise MetaphraseError(
-            "`lora_rank` must come with a tokenizer that the model's embedding holds, because an adapter trains no "
-            f"new rows, got {entries} entries and {rows} rows."
-        )
+        # An adapter trains no new rows.
+        sizes = f"{entries} entries and {rows} rows"
+        raise MetaphraseError(f"`lora_rank` must come with a tokenizer that the model's embedding holds, got {sizes}.")
 
 
 def check_special_ids(model: PreTrainedModel, tokenizers: TokenizerPair) -> None:
@@ -248,7 +244,5 @@ def remove_ineffective_settings(config: GenerationConfig) -> None:
     for name in dropped:
         setattr(config, name, None)
     if dropped:
-        logger.warning(
-            "These generation settings have no effect beside the others and are removed: %s.",
-            ", ".join(f"{name} {value}" for name, value in dropped.items()),
-        )
+        shown = ", ".join(f"{name} {value}" for name, value in dropped.items())
+        logger.warning("These generation settings have no effect beside the others and are removed: %s.", shown)

@@ -49,27 +49,9 @@ from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.storage.folders import set_modes_of_weights
 from metaphrase.storage.weight_files import is_finite
 from metaphrase.tokenization import TokenizerPair
-from metaphrase.training import checkpoints
+from metaphrase.training import checkpoints, distributed
 from metaphrase.training.callbacks import restore_callbacks
-from metaphrase.training.checkpoints import (
-    ARGUMENTS_NAME,
-    DEFAULT_METRIC,
-    checkpoints_in,
-    scores_in,
-    step_of,
-)
-from metaphrase.training.distributed import (
-    class_before_sharding,
-    gather_model,
-    ignore_repeated_pairs,
-    is_adapted,
-    is_data_parallel,
-    is_sharded,
-    keep_embeddings_together,
-    saves_whole_weights,
-    seed_process,
-)
-from metaphrase.training.training_loss import TrainingLoss, check_r_drop, repeat_batch, smooths_labels
+from metaphrase.training.training_loss import TrainingLoss, repeat_batch, smooths_labels
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +60,7 @@ _READ_THE_MODEL = ("lomo", "galore", "apollo")
 _MOST_UPDATES, _MOST_UPDATES_IN_FLOAT16 = 2, 30
 # Packed rows in half precision have a multiple of this many tokens, so that kernels meet few lengths.
 TOKENS_MULTIPLE = 32
-# Collators that only pad, which a packed row does not need. A subclass may do more.
+# Collators that only pad, which a packed row does not need. A subclass may do more, and gets padded batches.
 _PLAIN_COLLATORS = (PairCollator, PackedCollator, DataCollatorForSeq2Seq, DataCollatorWithPadding)
 
 
@@ -114,10 +96,10 @@ def check_optimizer(arguments: TrainingArguments) -> None:
 class MetaphraseTrainer(Seq2SeqTrainer):
     """Trainer of an encoder-decoder.
 
-    - Batches: with `max_tokens_per_batch` they are formed by tokens, and packed where the model reads packed rows. With
-      `group_by_length` and a length column, a batch has pairs of like length. Several processes share one order of the
-      pairs. Pairs that accelerate repeats at the end of an epoch have their labels ignored, so the last step is that of a single
-      process. Batches by tokens have fillers instead. Evaluation never drops the last batch.
+    - Batches: with `max_tokens_per_batch` they are formed by tokens, and packed where the model reads packed rows and the
+      collator only pads. With `group_by_length` and a length column, a batch has pairs of like length. Several processes share
+      one order of the pairs. Pairs that accelerate repeats at the end of an epoch have their labels ignored, so the last step is
+      that of a single process. Batches by tokens have fillers instead. Evaluation never drops the last batch.
     - Loss: a mean over the tokens of a whole step, for models of other families too. So gradient accumulation and several
       processes give the gradient of one large batch. The model smooths labels, and in training alone. R-Drop runs each batch
       twice in one call, and adds the divergence of the two predictions (Liang et al. 2021, section 2, arXiv 2106.14448).
@@ -195,30 +177,29 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.max_tokens_per_batch = max_tokens_per_batch
         self.r_drop_alpha, self.r_drop_start_step = r_drop_alpha, r_drop_start_step
         self.num_best_kept, self.num_last_kept = num_best_kept, num_last_kept
-        self.best_kept_metric = best_kept_metric or self.args.metric_for_best_model or DEFAULT_METRIC
+        self.best_kept_metric = best_kept_metric or self.args.metric_for_best_model or checkpoints.DEFAULT_METRIC
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would hide the labels from the model.
         self.label_smoother = None
         if self.compute_loss_func is not None:
             raise MetaphraseError(f"`compute_loss_func` must be left out, got {self.compute_loss_func}.")
-        if self.r_drop_alpha:
-            # The passes may differ by other noise than the model's dropout.
-            check_r_drop(self.model, other_dropout=1.0)
         if not smooths_labels(self.model):
+            if self.r_drop_alpha:
+                kind = type(self.model).__name__
+                raise MetaphraseError(f"`r_drop_alpha` must come with a Metaphrase model, got a {kind}.")
             # Models of other families neither smooth labels nor divide by the labels of the whole step.
             self.compute_loss_func = self._loss_of_logits
-        if not saves_whole_weights(self.accelerator.state):
-            raise MetaphraseError(
-                "Checkpoints must hold whole weights, got settings by which each process saves its share. Set "
-                "`fsdp_state_dict_type` to FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` to true."
-            )
+        if not distributed.saves_whole_weights(self.accelerator.state):
+            text = "Checkpoints must hold whole weights, got settings by which each process saves its share."
+            hint = "Set `fsdp_state_dict_type` to FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` to true."
+            raise MetaphraseError(f"{text} {hint}")
         if self.is_fsdp_enabled:
-            self.accelerator.prepare = keep_embeddings_together(self.accelerator.prepare)
+            self.accelerator.prepare = distributed.keep_embeddings_together(self.accelerator.prepare)
 
     def create_optimizer(self, model=None):
         optimizer, config, head = super().create_optimizer(model), self.model.config, self.model.get_output_embeddings()
-        starts_with_zeros = not getattr(config, "train_padding_embedding", True) and not is_sharded(self.model)
-        row = config.decoder_start_token_id if starts_with_zeros else None
+        starts_with_zeros = not getattr(config, "train_padding_embedding", True)
+        row = config.decoder_start_token_id if starts_with_zeros and not distributed.is_sharded(self.model) else None
         if row is not None and row == config.pad_token_id and not head.weight[row].any():
             # A tied output projection would train the zeros, with which Marian's decoder starts.
             optimizer.register_step_post_hook(lambda *_: head.weight.detach()[row].zero_())
@@ -237,7 +218,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         else:
             state, labels = self.accelerator.gradient_state, inputs["labels"]
             if state.end_of_dataloader:
-                labels = ignore_repeated_pairs(labels, state.remainder, self.args.process_index)
+                labels = distributed.ignore_repeated_pairs(labels, state.remainder, self.args.process_index)
             num_labels = (labels != IGNORED_LABEL).sum().item()
             # All processes must compute, where weights are sharded: a batch of repeated pairs alone runs with its labels,
             # uncounted.
@@ -273,13 +254,6 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         is_sized, has_budget = hasattr(dataset, "__len__"), self.max_tokens_per_batch is not None
         if is_training and has_budget:
             check_beside_budget(arguments, self.max_tokens_per_batch)
-            is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
-            if self.packs_pairs and not is_plain:
-                raise MetaphraseError(
-                    "`data_collator` must be one that only pads with `max_tokens_per_batch` and a model that reads packed "
-                    f"rows, got a {type(self.data_collator).__name__}, which packing does not call. Set the model's "
-                    "`supports_packing` to false."
-                )
             return self._loader_by_budget(dataset, is_training)
         if description == "Evaluation" and has_budget and is_sized and {*LENGTH_COLUMNS} <= columns:
             needs_loss_alone = arguments.prediction_loss_only or self.decodes or self.compute_metrics is None
@@ -291,7 +265,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             sampler = LengthGroupedSampler(dataset[column][:], arguments.train_batch_size, data_seed(arguments))
             sampler_fn = lambda _: sampler  # noqa: E731
         # accelerate takes the seed of torch's generator for the order of the pairs, which must be one for all processes.
-        is_shared = is_training and is_data_parallel(arguments, self.accelerator)
+        is_shared = is_training and distributed.is_data_parallel(arguments, self.accelerator)
         drops_last = arguments.dataloader_drop_last
         arguments.dataloader_drop_last = drops_last and is_training
         try:
@@ -307,7 +281,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # The last batches of an epoch may hold repeated pairs.
         if (
-            is_data_parallel(self.args, self.accelerator)
+            distributed.is_data_parallel(self.args, self.accelerator)
             and self.max_tokens_per_batch is None
             and hasattr(self.train_dataset, "__len__")
             and not self.args.dataloader_drop_last
@@ -324,8 +298,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
 
     @property
     def packs_pairs(self) -> bool:
-        """True if the model reads packed rows."""
-        return getattr(self.accelerator.unwrap_model(self.model), "supports_packing", False)
+        """True if the model reads packed rows, and the collator may be replaced."""
+        is_plain = type(self.data_collator) in _PLAIN_COLLATORS or self.data_collator is default_data_collator
+        return is_plain and getattr(self.accelerator.unwrap_model(self.model), "supports_packing", False)
 
     def _each_pair_once(self, batches: Iterable[Mapping]) -> Iterator[Mapping]:
         for batch in batches:
@@ -335,7 +310,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             if is_last and labels is not None and "target_lengths" not in batch:
                 # accelerate's own `remainder` is unknown to a loader that skips batches.
                 num_pairs = len(self.train_dataset) % (len(labels) * self.args.world_size)
-                batch = {**batch, "labels": ignore_repeated_pairs(labels, num_pairs, self.args.process_index)}
+                labels = distributed.ignore_repeated_pairs(labels, num_pairs, self.args.process_index)
+                batch = {**batch, "labels": labels}
             yield batch
 
     # Batches by a token budget
@@ -359,10 +335,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             sampler = make_sampler(*options, length_multiple=multiple)
             batching = {"batch_sampler": sampler}
             if not is_staged and sampler.num_fillers:
-                logger.info(
-                    "So that all processes have equally many batches, %d of %d hold a repeated pair alone, which does not count.",
-                    *(sampler.num_fillers, len(sampler) * sampler.num_processes),
-                )
+                total = len(sampler) * sampler.num_processes
+                text = "%d of %d batches hold a repeated pair alone, which does not count, as each process has equally many."
+                logger.info(text, sampler.num_fillers, total)
                 dataset = WithFillers(dataset)
         self._length_multiple, workers = multiple, arguments.dataloader_num_workers
         if self.packs_pairs:
@@ -423,7 +398,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             self._refuse(f"The weights must be finite, got NaN or infinity after update {self.state.global_step}")
 
     def _refuse(self, problem: str) -> NoReturn:
-        arguments, rate, saved = self.args, self.args.learning_rate, checkpoints_in(self._get_output_dir(None))
+        arguments, rate = self.args, self.args.learning_rate
+        saved = checkpoints.checkpoints_in(self._get_output_dir(None))
         other = ", or `bf16` in place of `fp16`" if arguments.fp16 else ""
         checkpoint = f" {saved[-1]} holds the last weights that were saved, which are finite." if saved else ""
         raise MetaphraseError(
@@ -460,7 +436,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     # transformers 5.24.0: takes an epoch that is not yet evaluated for one that is over, and restores no callbacks.
     def _init_training_state(self, max_steps, steps_per_epoch, num_epochs, checkpoint, trial):
         epoch, batches = super()._init_training_state(max_steps, steps_per_epoch, num_epochs, checkpoint, trial)
-        seed_process(self.args, self.accelerator)
+        distributed.seed_process(self.args, self.accelerator)
         # `auto_find_batch_size` may begin several times.
         self._checkpoint, self._resumed, self._is_epoch_end_due, self._places = checkpoint, None, False, {}
         self._start, self._seconds_before, self._reported_step = time.time(), 0.0, self.state.global_step
@@ -609,10 +585,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         loader = getattr(dataloader, "base_dataloader", dataloader)
         loader.generator = torch.Generator().manual_seed(data_seed(self.args))
         is_loss_alone = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self._needs_loss_alone = is_loss_alone or self.decodes
-        output = super().evaluation_loop(
-            dataloader, description, self._needs_loss_alone, ignore_keys, metric_key_prefix
-        )
+        is_loss_alone = self._needs_loss_alone = is_loss_alone or self.decodes
+        output = super().evaluation_loop(dataloader, description, is_loss_alone, ignore_keys, metric_key_prefix)
         gathered = self.accelerator.gather(self.evaluation_loss.float().to(self.args.device)[None])
         sums = gathered.double().sum(dim=0) if self.args.world_size > 1 else self.evaluation_loss
         total, count = sums.tolist()
@@ -632,14 +606,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
-        loss, generated, labels = super().prediction_step(
-            model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
-        )
+        loss, ids, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if loss is not None and self.args.predict_with_generate and not prediction_loss_only:
             # The parent does not compute this loss by `compute_loss`.
             with torch.no_grad(), self.compute_loss_context_manager():
                 loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
-        return loss, generated, labels
+        return loss, ids, labels
 
     def _decoding_options(self, call: dict) -> dict:
         """Return arguments of `generate()`: of this call, over those of the trainer. The parent adds training arguments."""
@@ -671,7 +643,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         """Return the model to decode with, whole on each process. If weights are sharded, all processes must call this."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         # FSDP 1 marks its wrapper, which is gone here, and not the model.
-        return gather_model(model) if self.is_fsdp_enabled or is_sharded(model) else model
+        return distributed.gather_model(model) if self.is_fsdp_enabled or distributed.is_sharded(model) else model
 
     # Saving
 
@@ -722,11 +694,12 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     def _discard_surplus(self, run: Path, checkpoint: Path) -> None:
         """Delete surplus checkpoints, but neither the best nor the last, nor those of which the mean is saved in the end."""
         if self.args.should_save:
-            saved, scores = checkpoints_in(run), scores_in(self.state.log_history, self.best_kept_metric)
-            scored = [path for path in saved if step_of(path) in scores]
-            scored.sort(key=lambda path: (scores[step_of(path)], step_of(path)), reverse=True)
-            last = saved[-self.num_last_kept :] if self.num_last_kept else []
-            protected = [checkpoint, self.state.best_model_checkpoint, *scored[: self.num_best_kept], *last]
+            saved = {checkpoints.step_of(path): path for path in checkpoints.checkpoints_in(run)}
+            scores = checkpoints.scores_in(self.state.log_history, self.best_kept_metric)
+            steps = sorted(saved.keys() & scores, key=lambda step: (scores[step], step), reverse=True)
+            best = [saved[step] for step in steps[: self.num_best_kept]]
+            last = [*saved.values()][-self.num_last_kept :] if self.num_last_kept else []
+            protected = [checkpoint, self.state.best_model_checkpoint, *best, *last]
             checkpoints.discard_surplus(run, self.args.save_total_limit, protected)
 
     # transformers 5.24.0: writes the arguments as a pickle, and saves tied weights of a gathered state twice.
@@ -738,7 +711,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         # If the model was sharded when it was loaded, all processes gather its weights.
         if self.args.should_save or getattr(self, "is_distributed_loading_by_transformers", False):
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            sharded, model.__class__ = type(model), class_before_sharding(model)
+            sharded, model.__class__ = type(model), distributed.class_before_sharding(model)
             if self.args.save_on_each_node:
                 # transformers 5.24.0: only the first process of all saves the weights.
                 model.should_save_on_this_rank = bool
@@ -752,9 +725,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 processor.save_pretrained(folder)
             set_modes_of_weights(Path(folder))
             arguments = json.dumps(self.args.to_dict(), indent=2, default=str)
-            (Path(folder) / ARGUMENTS_NAME).write_text(arguments + "\n", encoding="utf-8")
+            (Path(folder) / checkpoints.ARGUMENTS_NAME).write_text(arguments + "\n", encoding="utf-8")
             # peft saves the adapter alone.
-            if is_adapted(self.model):
+            if distributed.is_adapted(self.model):
                 self.model.generation_config.save_pretrained(folder)
             if self.tokenizers is not None:
                 self.tokenizers.save_pretrained(folder)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL, MetaphraseForConditionalGeneration, sequence_loss
 from metaphrase.modeling.loss import num_items
 from metaphrase.plugins import plugin
@@ -70,25 +69,11 @@ def divergence_of_halves(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 # R-Drop (Liang et al. 2021, section 2, arXiv 2106.14448)
 
-_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
-
 
 def smooths_labels(model: PreTrainedModel) -> bool:
     """Return True if the model lets `TrainingLoss` compute the loss, as Metaphrase models do."""
     base = model.get_base_model() if is_adapted(model) else model
     return "loss_of_states" in inspect.signature(base.forward).parameters
-
-
-def check_r_drop(model: PreTrainedModel, other_dropout: float) -> None:
-    """Check that R-Drop can train a model. `other_dropout` is that of an adapter beside the model.
-
-    Raises:
-        MetaphraseError: If it is no Metaphrase model, or all dropout is 0, so that both passes agree.
-    """
-    if not smooths_labels(model):
-        raise MetaphraseError(f"`r_drop_alpha` must come with a Metaphrase model, got a {type(model).__name__}.")
-    if not other_dropout and not any(getattr(model.config, name) for name in _DROPOUTS):
-        raise MetaphraseError(f"`r_drop_alpha` must come with a model whose {', '.join(_DROPOUTS)} are not all 0.")
 
 
 def repeat_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:

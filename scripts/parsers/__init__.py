@@ -49,25 +49,17 @@ class Parser(argparse.ArgumentParser):
         raise MetaphraseError(f"`{name}` {text}." if text.startswith("must ") else f"`{name}`: {text}.")
 
     def format_help(self, is_full: bool = False) -> str:
-        text = self._explain(self._action_groups)
+        text, groups = super().format_help(), self._action_groups
         if is_full or text.count("\n") <= MAX_HELP_LINES:
             return text
         lines = [f"\nmore options, explained by `{self.prog} --help_all`:"]
-        for group in self._action_groups[2:]:
+        for group in groups[2:]:
             names = " ".join(action.option_strings[0] for action in group._group_actions)
             width = shutil.get_terminal_size().columns - 2
             lines.append(textwrap.fill(f"{group.title}: {names}", width, initial_indent="  ", subsequent_indent="    "))
-        return self._explain(self._action_groups[:2]) + "\n".join(lines) + "\n"
-
-    def _explain(self, groups: Sequence[argparse._ArgumentGroup]) -> str:
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, [], [])
-        formatter.add_text(self.description)
-        for group in groups:
-            formatter.start_section(group.title)
-            formatter.add_arguments(group._group_actions)
-            formatter.end_section()
-        return formatter.format_help()
+        self._action_groups = groups[:2]
+        text, self._action_groups = super().format_help(), groups
+        return text + "\n".join(lines) + "\n"
 
 
 def make_parser(subcommand: str) -> Parser:
@@ -129,10 +121,7 @@ def parse(subcommand: str, words: Sequence[str]) -> argparse.Namespace:
         path = arguments.output
         # The input as output has an error of its own.
         if path not in (None, arguments.input) and Path(path).is_file() and Path(path).stat().st_size:
-            raise MetaphraseError(
-                f"`output` must be a new file, got {path!r}, which is not empty. Pass --overwrite to replace the file, or "
-                "--resume to go on with a stopped run."
-            )
+            raise MetaphraseError(f"`output` must be a new file, got {path!r}. Pass --overwrite, or --resume to go on.")
     return arguments
 
 

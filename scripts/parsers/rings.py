@@ -207,11 +207,13 @@ def export(parser: argparse.ArgumentParser) -> None:
 
 def attention(parser: argparse.ArgumentParser) -> None:
     """Show cross-attention: png of one sentence, or word alignment (pharaoh)."""
+    sources, targets = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
+    sources.add_argument("--source", action="append", help="source text; may be given several times")
+    targets.add_argument("--target", action="append", help="target text for each --source [generated]")
+    text = "file with one source in each line [standard input, without --source]"
+    sources.add_argument("--input", type=file, help=text)
+    targets.add_argument("--target_input", type=file, help="file with one target in each line [generated]")
     add = parser.add_argument
-    add("--source", action="append", help="source text; may be given several times")
-    add("--target", action="append", help="target text for each --source [generated]")
-    add("--input", type=file, help="file with one source in each line [standard input, without --source]")
-    add("--target_input", type=file, help="file with one target in each line [generated]")
     add("--layer", type=layer, default=-1, help="decoder layer to show; -1 is the last, mean is the mean of all layers")
     add("--head", type=int, help="head of that layer [mean of all heads]")
     add("--output", type=path, help="file to write: .png, .align or .txt [attention.png, or standard output]")

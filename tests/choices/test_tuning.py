@@ -68,7 +68,7 @@ def test_the_default_search_is_around_the_rule():
         ({"learning_rat": RANGE}, "got `learning_rat` in `search`. Did you mean 'learning_rate'"),
         ({"model.dropuot": [0.1]}, "`dropuot` is not a field of MetaphraseConfig"),
         ({"vocab_size": [500]}, "`search` must name .* got `vocab_size`"),
-        ({"model": {"dropout": [0.1]}}, "`search` must name single values"),
+        ({"model": {"dropout": [0.1]}}, "`search` must name values"),
         ({"learning_rate": {"low": 2, "high": 1}}, "`search.learning_rate` must be a list"),
         ({"label_smoothing_factor": [0.1, 1.5]}, "`label_smoothing_factor` must be below 1, got 1.5"),
         ({"model.hidden_size": [30]}, "hidden_size"),

@@ -194,8 +194,8 @@ def test_csv_of_any_fields_but_broken_quotes(tmp_path, load):
         ("a.csv", "en,de\na,b\n", {"source_column": 0, "target_column": 1}, "that .*csv has once, got 0"),
         ("a.xml", "a", {}, "must end in"),
         ("a.tsv", "", {}, "at least one good pair"),
-        ("a.tsv", "a\tb\n", {"dataset_name": "x"}, "exactly one"),
-        ("a.tsv", "a\tb\n", {"source_file": "a.en"}, "exactly one"),
+        ("a.tsv", "a\tb\n", {"dataset_name": "x"}, "Pairs must come from one of"),
+        ("a.tsv", "a\tb\n", {"source_file": "a.en"}, "Pairs must come from one of"),
         ("a.csv", "source,target,source\na,b,c\n", {}, "a.csv has once, got 'source'"),
         ("a.json", "[{]", {}, "JSON array of objects, got: Expecting"),
     ],
@@ -265,7 +265,7 @@ def test_split_refuses_impossible_numbers():
     for numbers in ((4, 0), (2, 2), (-1, 0)):
         with pytest.raises(ValueError, match="num_validation"):
             split_pairs(pairs, *numbers)
-    with pytest.raises(ValueError, match="whole groups"):
+    with pytest.raises(ValueError, match="must not divide pairs of one source"):
         split_pairs(pairs, 1, 0)
 
 

@@ -13,7 +13,7 @@ from transformers import GenerationMixin
 
 from metaphrase.evaluation.evaluate import evaluate_generator
 from metaphrase.inference import Generator, ScoredText, batches
-from metaphrase.inference import generator as module
+from metaphrase.inference import batches as module
 from metaphrase.inference.generator import read_chunks
 from metaphrase.texts import documents
 from metaphrase.texts.documents import find_loop

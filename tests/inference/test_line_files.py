@@ -83,7 +83,7 @@ OTHER = r"source \d+ has '.*' instead of '.*'"
     [
         ("", "--num_beams 4 --length_penalty -5", LINES, OTHER),
         ("", "", ["the dog"] * NUM_LINES, OTHER),
-        ("", "", LINES[:20], "must not hold targets of more sources than the input has, got 23 in"),
+        ("", "", LINES[:20], "must not hold more sources than the input, got 23 in"),
         ("--num_beams 3 --num_return_sequences 3", "", LINES, "instead of|more sources than"),
     ],
 )

@@ -63,7 +63,7 @@ PLAIN = [
     *((f"generate {name}", f"`model` {NO_MODEL}'{name}'.") for name in ("./none", "some/where/else", "~/none", "full")),
     ("convert /none out", f"`source` {NO_MODEL}'/none'."),
     ("export ./none out --format onnx", f"`model` {NO_MODEL}'./none'."),
-    ("generate some/model --output full", "`output` must be a new file, got 'full', which is not empty."),
+    ("generate some/model --output full", "`output` must be a new file, got 'full'. Pass --overwrite"),
     ("push runs my-model", "`repo_id` must be user/name or organization/name, got 'my-model'."),
     ("serve x --port http", "must be a whole number of at least 0, got 'http'"),
     ("demo pairs.tsv", "unrecognized arguments: pairs.tsv"),

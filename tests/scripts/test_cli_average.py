@@ -41,8 +41,8 @@ def test_command_averages_checkpoints_of_a_run(trained, tmp_path):
 def test_mistakes_of_the_command_are_one_line(trained, tmp_path, capsys):
     both = [str(trained / f"checkpoint-{step}") for step in (1, 2)]
     for words, message in (
-        ([str(trained)], "Exactly one of `last` and `best` must be given"),
-        ([*both, "--last", "2"], "`--last`, `--best` and `--metric` need the folder of one run, got 2 folders."),
+        ([str(trained)], "Either `last` or `best` must be given"),
+        ([*both, "--last", "2"], "`--last`, `--best` and `--metric` need one run, got 2 folders."),
         ([str(trained), "--last", "1"], "`folders` must be at least two, and different"),
         ([str(trained), "--last", "2", "--output", str(tmp_path)], "Pass --overwrite"),
     ):

@@ -51,7 +51,7 @@ def test_a_full_disk_leaves_no_half_file_and_no_name_of_this_machine(cli_model, 
 
     for owner, name in ((Path, "write_text"), (Figure, "savefig")):
         monkeypatch.setattr(owner, name, fill_disk)
-    assert run(name_of(module), words) == 2 and f"No space left on device (output: {path})" in capsys.readouterr().err
+    assert run(name_of(module), words) == 2 and "No space left on device" in capsys.readouterr().err
     assert path.read_bytes() == written and [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
@@ -104,8 +104,11 @@ WRONG_FOR_LINKS = (["--layer", "9"], ["--layer", "0", "--head", "9"], ["--layer"
         (["--input", "in.txt", "--output", "in.txt"], "`output` must be another file than `input`, got "),
         (["--target_input", "in.txt", "--output", "in.txt"], "`output` must be another file than `target_input`, got "),
         (["--source", " "], "A picture must show one sentence, got 0"),
-        (["--source", "a", "--input", __file__], "`source` must be given as text or as a file, got both: 'a' and "),
-        (["--source", "a", "--target", "b", "--target_input", __file__], "`target` must be given as text or as a file"),
+        (["--source", "a", "--input", __file__], "`input`: not allowed with argument --source."),
+        (
+            ["--source", "a", "--target", "b", "--target_input", __file__],
+            "`target_input`: not allowed with argument --target",
+        ),
         (["--source", "a", "--target", "b", "--target", "c"], "`sources` and `targets` must be equally many, got 1"),
         (["--source", "a", "--target", "b", "--num_beams", "2"], "Generation options have no effect with a target"),
         (["--source", "a", "--format", "pharaoh", "--output", "o.gz"], "`output` must not end in .gz"),

@@ -45,7 +45,7 @@ def test_a_finished_run_is_not_repeated_and_not_lost(pairs, capsys):
     assert (pairs / "clean.tsv").read_text(encoding="utf-8") != "mine\n"
     (pairs / "clean.tsv.partial").mkdir()
     assert run("filter", words) == 2
-    assert "Pass --resume to go on with the run" in capsys.readouterr().err
+    assert "Pass --resume or --overwrite" in capsys.readouterr().err
 
 
 def test_a_run_of_other_files_is_not_taken_for_finished(pairs, capsys):
@@ -65,8 +65,14 @@ def test_a_run_of_other_files_is_not_taken_for_finished(pairs, capsys):
         (["pairs.tsv", "--output", "a.tsv", "--rules", "language"], "`source_lang` or `target_lang` must be given"),
         (["pairs.tsv", "--output", "a.tsv", "--max_length_ratio", "0.1"], "`max_length_ratio` must be at least 1"),
         (["pairs.tsv", "--output", "a.tsv", "--rules", "dual_cross_entropy"], "`forward_model` or `backward_model`"),
-        (["pairs.tsv", "--output", "a.tsv", "--forward_model", "."], "must both be given for the rule"),
-        (["--source", "pairs.en", "--output", "a.tsv"], "or from `source` and `target`, got None, pairs.en and None"),
+        (
+            ["pairs.tsv", "--output", "a.tsv", "--forward_model", "."],
+            "`backward_model` must be given with `forward_model`",
+        ),
+        (
+            ["--source", "pairs.en", "--output", "a.tsv"],
+            "`source_file` with `target_file`, and `dataset_name`, got source_file",
+        ),
         (["pairs.tsv", "--output", "a.tsv", "--source_lang", "en", "--rules", "copy"], "`language` must be one of"),
         (["keys.jsonl", "--output", "a.tsv"], "must hold at least one pair, got none in 2 records. keys.jsonl, line 1"),
     ],

@@ -155,7 +155,7 @@ def test_minimum_bayes_risk_writes_what_its_generator_does(cli_model, monkeypatc
         ("--overwrite --num_assistant_tokens 3", "`assistant_model` must be given with `num_assistant_tokens`"),
         ("--overwrite --input out", "`output` must be another file than `input`"),
         ("--overwrite --input none", "`input` must be a file that exists, got"),
-        ("", "`output` must be a new file, got 'out', which is not empty. Pass --overwrite"),
+        ("", "`output` must be a new file, got 'out'. Pass --overwrite"),
     ],
 )
 def test_mistakes_do_not_empty_the_output(cli_model, words, message, tmp_path, monkeypatch, capsys):

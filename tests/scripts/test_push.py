@@ -118,7 +118,7 @@ def test_card_whose_metadata_cannot_be_read_is_not_replaced(hub, folder):
     path = write_model_card(folder)
     broken = path.read_text(encoding="utf-8").replace("---\n", "---\nlicense: [\n", 1)
     path.write_text(broken, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"The metadata of README\.md must be readable, got an error in .*README\.md"):
+    with pytest.raises(ValueError, match=r"The metadata of README\.md must be readable, got .*README\.md"):
         execute(push, push_words(folder))
     assert path.read_text(encoding="utf-8") == broken and hub.calls == []
 
@@ -218,12 +218,12 @@ def write(name, text):
 REFUSED = {
     "cut weights": (cut, "must hold whole weights, got "),
     # Weights of another name are not taken for the model's.
-    "other weights": (rename("model.safetensors"), "but model.safetensors is missing"),
+    "other weights": (rename("model.safetensors"), "without model.safetensors"),
     "missing shard": (lambda folder: shard(folder, 2), "model-2.safetensors"),
     "weights that are not finite": (diverge, "must hold finite numbers"),
-    "no configuration": (rename("config.json"), "but config.json is missing"),
+    "no configuration": (rename("config.json"), "without config.json"),
     "secret": (write("recipe.yaml", "hub_token: hf_abc\n"), "must hold no secret"),
-    "tokenizer": (write("tokenizer.json", '{"model": {"type": "BPE"}}'), "must hold tokenizers that load"),
+    "tokenizer": (write("tokenizer.json", '{"model": {"type": "BPE"}}'), "The files of the tokenizer, such as"),
     "link": (link("LICENSE"), "`folder` must hold no link"),
     "deep link": (link("target_tokenizer/vocab.txt"), "`folder` must hold no link"),
     **{
@@ -247,7 +247,7 @@ def test_what_must_not_go_up_is_one_line_and_nothing_is_written(damage, hub, fol
 @pytest.mark.parametrize(
     ("refusal", "expected"),
     [
-        ((401, "Invalid username or password."), "log in with `hf auth login`.*Invalid username or password"),
+        ((401, "Invalid username or password."), "401.*Invalid username or password"),
         ((500, "Out of order."), "500.*Out of order"),
     ],
 )
@@ -270,8 +270,8 @@ def test_without_token_or_network_nothing_is_written(lack, hub, folder, monkeypa
     before = contents(folder)
     assert run("push", words) == 2
     said = capsys.readouterr().err
-    expected = {"token": "A token is needed to write to 'somebody/tiny'", "network": "http://127.0.0.1:9 cannot be"}
-    assert said.startswith(f"metaphrase push: error: {expected[lack]}") and said.count("\n") == 1
+    expected = {"token": "hf auth login", "network": "Connection refused"}
+    assert said.startswith("metaphrase push: error: ") and expected[lack] in said and said.count("\n") == 1
     assert contents(folder) == before and hub.calls == []
 
 
@@ -312,5 +312,5 @@ def test_an_export_for_browsers_goes_up_without_the_library(hub, tmp_path, capsy
     with pytest.raises(ValueError, match="`license` must be left out"):
         execute(push, push_words(tmp_path, "--license", "mit"))
     (tmp_path / "index.html").unlink()
-    with pytest.raises(ValueError, match=r"must hold a whole export, but index\.html is missing"):
+    with pytest.raises(ValueError, match=r"must hold a whole export, got .* without index\.html"):
         execute(push, push_words(tmp_path))

@@ -80,12 +80,12 @@ def train_in_python(rank, words):
 
 def choose(rank, words):
     """Choose fields and write the recipe. The second process can choose nothing itself."""
-    from metaphrase.choices import completion
+    from metaphrase.choices import completion, rules
     from metaphrase.tokenization import TokenizerPair
     from metaphrase.training.recipe.recipe import load_recipe
 
     if rank == 1:
-        completion.choose_from_text = completion.estimate_recipe = TokenizerPair.train = None
+        rules.choose_from_text = completion.estimate_recipe = TokenizerPair.train = None
     experiment, choices = completion.complete(load_recipe(None, words), is_dry_run=True)
     data = experiment.prepare().encoded["train"]
     print(json.dumps({"recipe": experiment.recipe.to_dict(), "choices": choices, "ids": data["input_ids"][:]}))
@@ -93,7 +93,7 @@ def choose(rank, words):
 
 def fail(rank, words):
     """Run the command, where the first process fails in its choices."""
-    from metaphrase.choices import completion
+    from metaphrase.choices import rules
     from metaphrase.scripts.__main__ import run
 
     class Unsendable(OSError):
@@ -102,7 +102,7 @@ def fail(rank, words):
     def choose_from_text(recipe, profile):
         raise Unsendable("the disk of the first machine is full")
 
-    completion.choose_from_text = choose_from_text
+    rules.choose_from_text = choose_from_text
     print("exit status", run("train", words))
 
 

@@ -96,7 +96,7 @@ def test_recipe_fine_tunes_in_a_language(converted, tmp_path):
 
 
 def test_tokenizer_without_languages_refuses_them():
-    with pytest.raises(ValueError, match=r"`source_lang` must be left out for a .*, which has no languages, got 'en'"):
+    with pytest.raises(ValueError, match=r"`source_lang` must be left out for a .* without languages, got 'en'"):
         set_languages(tiny_pair(), source_lang="en")
     assert set_languages(tiny_pair()) == {}
 

@@ -93,7 +93,7 @@ def test_missing_special_tokens_are_named(tmp_path, name):
         TokenizerPair(tokenizer, tokenizer)
     with pytest.raises(ValueError, match=f"The target tokenizer must have a `{name}`"):
         TokenizerPair(word_tokenizer(), tokenizer)
-    with pytest.raises(ValueError, match=r"`pad_token_id` must be the same for source and target.* got 0 and 1"):
+    with pytest.raises(ValueError, match=r"`pad_token_id` must be the same on both sides, got 0 and 1"):
         TokenizerPair(word_tokenizer(), word_tokenizer(pad_token="<s>"))
     tokenizer.save_pretrained(tmp_path)
     pair = TokenizerPair.from_pretrained(tmp_path, **{name: "<pad>" if name == "pad_token" else "</s>"})

@@ -188,7 +188,8 @@ def test_saved_tokenizers_load_without_metaphrase(tmp_path):
     texts = ["<2de> A small </s> Hund", "ein an@@ trie@@ b .", *STRANGE_TEXTS]
     expected = {}
     for kind in TOKENIZER_KINDS:
-        tokenizer = train(kind, additional_special_tokens=["<2de>"], model_max_length=77)
+        tokenizer = train(kind, additional_special_tokens=["<2de>"])
+        tokenizer.model_max_length = 77
         tokenizer.save_pretrained(tmp_path / kind)
         ids = tokenizer(texts)["input_ids"]
         decoded = [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
@@ -229,7 +230,7 @@ def test_settings_are_checked_before_any_text_is_read(settings, message):
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_characters_must_fit_into_the_vocabulary(kind):
-    with pytest.raises(ValueError, match=r"`vocab_size` must .*characters of the texts.*, got 12\."):
+    with pytest.raises(ValueError, match=r"`vocab_size` must .*characters.*, got 12\."):
         train(kind, vocab_size=12)
     needed = 4 + len(set("\u2581".join(SENTENCES)) - {" "})
     assert len(train(kind, vocab_size=needed)) == needed

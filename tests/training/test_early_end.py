@@ -22,7 +22,7 @@ from metaphrase.training.trainer import MetaphraseTrainer
 @pytest.mark.parametrize("text", ["20", "m", "0m", "-5m", "1h30m", "nan"])
 def test_durations_that_are_none_are_refused(text):
     assert [parse_seconds(text) for text in ("90s", "20m", "1.5h", "2d")] == [90, 1200, 5400, 172_800]
-    with pytest.raises(ValueError, match="`time_budget` must be a number above 0 with one of s, m, h or d"):
+    with pytest.raises(ValueError, match="`time_budget` must be a number above 0 with s, m, h or d"):
         parse_seconds(text)
 
 
@@ -37,6 +37,7 @@ def test_training_ends_in_time_with_a_low_rate(tmp_path, monkeypatch):
     # A fifth of the time is kept for the scores. Half of the other 100 seconds is over after one step.
     clock[0] += 50
     optimizer.step()
+    budget.on_optimizer_step()
     scheduler.step()
     assert scheduler.get_last_lr() == [pytest.approx(0.5)]
     budget.on_step_end(arguments, state, control)
@@ -44,9 +45,11 @@ def test_training_ends_in_time_with_a_low_rate(tmp_path, monkeypatch):
     # The last evaluation, and final scores of twice its duration: 95 of 125 seconds remain for training.
     budget.on_evaluate(arguments, state, control, metrics={"eval_runtime": 10.0})
     clock[0] += 44
+    budget.on_optimizer_step()
     budget.on_step_end(arguments, state, control)
     assert not control.should_training_stop
     clock[0] += 2
+    budget.on_optimizer_step()
     budget.on_step_end(arguments, state, control)
     assert control.should_training_stop and control.should_evaluate and control.should_save
     scheduler.step()

@@ -106,7 +106,7 @@ def test_the_finished_model_alone_can_be_decoded_and_scored(field, data, tmp_pat
 def test_several_gpus_need_a_process_each(data, tmp_path, monkeypatch):
     experiment = Experiment(make_recipe(data, tmp_path / "run"))
     monkeypatch.setattr(Seq2SeqTrainingArguments, "n_gpu", 2)
-    with pytest.raises(ValueError, match=r"one process with 2 GPUs. .*torchrun --nproc_per_node 2 .*accelerate"):
+    with pytest.raises(ValueError, match=r"one process with 2 GPUs. .*torchrun --nproc_per_node 2`, .*accelerate"):
         experiment.train()
     assert not (tmp_path / "run").exists()
 
@@ -139,8 +139,6 @@ def test_r_drop_acts_from_its_first_step_on(data, tmp_path):
     losses = {name: [entry["loss"] for entry in read_log(tmp_path / name, "loss")] for name in starts}
     assert losses["late"][0] == losses["never"][0] != losses["always"][0]
     assert losses["late"][1] != losses["never"][1]
-    with pytest.raises(ValueError, match="`r_drop_alpha` must come with a model whose dropout"):
-        train(data, tmp_path / "refused", **{"r_drop_alpha": 3, "model.dropout": 0})
 
 
 def test_a_run_holds_no_token_of_the_hub_and_no_file_that_could_run_code(data, tmp_path):

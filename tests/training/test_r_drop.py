@@ -10,7 +10,7 @@ from metaphrase import plugins
 from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.modeling import IGNORED_LABEL, sequence_loss
 from metaphrase.ops import projected_loss as projected
-from metaphrase.training.training_loss import TrainingLoss, check_r_drop, divergence_of_halves, repeat_batch
+from metaphrase.training.training_loss import TrainingLoss, divergence_of_halves, repeat_batch
 
 
 def two_predictions():
@@ -124,12 +124,6 @@ def test_the_trainer_computes_the_loss_of_two_passes(tmp_path):
     assert expected - loss > 0.05
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(50))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_model_without_dropout_is_refused():
-    check_r_drop(tiny_model(), 0.1)
-    with pytest.raises(ValueError, match=r"`r_drop_alpha` must come with a model whose dropout, .* are not all 0"):
-        check_r_drop(tiny_model(), 0)
 
 
 def test_evaluation_is_left_alone(tmp_path):

@@ -151,19 +151,23 @@ BUDGET = {"max_tokens_per_batch": 60}
     [
         (BUDGET | {"neftune_noise_alpha": 5.0}, "`neftune_noise_alpha` must be left out with `max_tokens_per_batch`"),
         (BUDGET | {"train_sampling_strategy": "sequential"}, "`train_sampling_strategy` must be left out"),
-        (BUDGET | {"collator": lambda pairs: 1 / 0}, "`data_collator` must be one that only pads .* got a function"),
-        (BUDGET | {"collator": type("Noisy", (PairCollator,), {})(0)}, "must be one that only pads .* got a Noisy"),
         ({"compute_loss_func": max}, "`compute_loss_func` must be left out"),
         ({"push_to_hub": True}, "`push_to_hub` must be left out"),
     ],
 )
 def test_what_would_be_ignored_is_refused(options, message, model, pairs, tmp_path):
-    options = dict(options)
-    data, collator = options.pop("train", with_lengths(pairs)), options.pop("collator", None)
     with pytest.raises(ValueError, match=message):
         trainer = make_trainer(model, pairs, tmp_path, max_steps=1, **options)
-        trainer.train_dataset, trainer.data_collator = data, collator or trainer.data_collator
+        trainer.train_dataset = with_lengths(pairs)
         trainer.train()
+
+
+def test_a_collator_that_does_more_than_pad_is_called(model, pairs, tmp_path):
+    trainer = make_trainer(model, pairs, tmp_path, **BUDGET)
+    trainer.train_dataset = with_lengths(pairs)
+    assert "source_lengths" in next(iter(trainer.get_train_dataloader()))
+    trainer.data_collator = type("Noisy", (PairCollator,), {"__call__": lambda self, pairs: {"number": len(pairs)}})(0)
+    assert sum(batch["number"] for batch in trainer.get_train_dataloader()) == len(pairs)
 
 
 def evaluated_by(trainer, processes, loader_of, monkeypatch):

@@ -36,16 +36,8 @@ logger = logging.getLogger(__name__)
 Names = Annotated[
     list[str], BeforeValidator(lambda value: re.findall(r"[^,\s]+", value) if isinstance(value, str) else value)
 ]
-_DataSets = Annotated[
-    dict[str, dict[str, Any]],
-    BeforeValidator(
-        lambda parts: (
-            {name: {"train_file": part} if isinstance(part, str) else part for name, part in parts.items()}
-            if isinstance(parts, dict)
-            else parts
-        )
-    ),
-]
+# A data set may be a file of pairs.
+_DataSet = Annotated[dict, BeforeValidator(lambda part: {"train_file": part} if isinstance(part, str) else part)]
 _Column = Annotated[int | str | list[int] | None, Field(union_mode="left_to_right")]
 _Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 
@@ -60,9 +52,8 @@ def _limits(option: str) -> dict[str, Any]:
 
 
 _GROUPS = ("data", "tasks", "stages", "tokenizer", "model", "batches", "technique", "evaluation", "search")
-_data, _tasks, _stages, _tokenizer, _model, _batches, _technique, _evaluation, _search = (
-    partial(_field, group) for group in _GROUPS
-)
+_FIELDS = (partial(_field, group) for group in _GROUPS)
+_data, _tasks, _stages, _tokenizer, _model, _batches, _technique, _evaluation, _search = _FIELDS
 
 
 class OwnFields(BaseModel):
@@ -125,7 +116,7 @@ class OwnFields(BaseModel):
     mixing_temperature: float = _tasks("Degree of the root.", 2.0, "tasks", ge=1)
     mixing_limit: int | None = _tasks("Maximum number of pairs that a task counts with.", None, "tasks", ge=1)
 
-    datasets: _DataSets = _stages("Named data sets for `stages`: a file of pairs, or fields such as `train_file`.", {})
+    datasets: dict[str, _DataSet] = _stages("Named data sets for `stages`: a file, or fields such as `train_file`.", {})
     stages: dict[str, dict] = _stages("Stages in order: `shares` of data sets, `until` one was read so often.", {})
 
     tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer. Without it, a new one is trained.")
@@ -290,41 +281,28 @@ _OF_EACH_TASK: tuple[str, ...] = (*_PAIR_SOURCES, "source_prefix", "source_colum
 _OF_EACH_TASK += tuple(f"max_{split}_samples" for split in SPLITS)
 _OF_DATASETS: tuple[str, ...] = ("train_file", "train_source_file", "dataset_name", "streaming", "num_validation")
 _OF_DATASETS += ("num_test", "objective", "tasks", "max_train_samples")
-_OF_NEW_TOKENIZER: tuple[str, ...] = ("tokenizer_kind", "vocab_size", "target_vocab_size", "joint_vocabulary")
-_OF_NEW_TOKENIZER += ("lowercase", "target_tokenizer_kind", "normalization", "min_frequency", "joiner", "num_sentinels")
+_OF_TWO_VOCABULARIES = ("target_tokenizer_kind", "target_vocab_size")
+_OF_NEW_TOKENIZER: tuple[str, ...] = ("tokenizer_kind", "vocab_size", "joint_vocabulary", *_OF_TWO_VOCABULARIES)
+_OF_NEW_TOKENIZER += ("lowercase", "normalization", "min_frequency", "joiner", "num_sentinels")
+_EITHER = "its pairs are given or taken out of training"
 # Pairs of one field, when it differs from its default and is not false, and fields that contradict it, with the reason.
 _CONFLICTS = (
     *((f"{split}_file", (f"{split}_source_file",), "a split comes from one place") for split in SPLITS),
     ("dataset_name", _FILES, "pairs come from a data set or from files"),
     ("model_name_or_path", ("preset", "model"), "a model to fine-tune has its dimensions"),
     ("average_last", ("average_best",), "one mean is kept"),
-    *(
-        (name, ("lora_rank",), "a checkpoint does not hold the whole model that is kept")
-        for name in ("average_last", "average_best")
-    ),
+    ("lora_rank", ("average_last", "average_best"), "a checkpoint does not hold the whole model that is kept"),
     ("lora_rank", ("freeze",), "all but the adapter is frozen"),
-    *(
-        (
-            f"num_{split}",
-            (f"{split}_file", f"{split}_source_file", f"dataset_{split}_split"),
-            f"the {split} pairs are given or taken out of train",
-        )
-        for split in ("validation", "test")
-    ),
-    ("objective", (*_PAIR_SOURCES, "target_tokenizer_kind", "target_vocab_size"), "it is learned from plain text"),
+    ("num_validation", ("validation_file", "validation_source_file", "dataset_validation_split"), _EITHER),
+    ("num_test", ("test_file", "test_source_file", "dataset_test_split"), _EITHER),
+    ("objective", (*_PAIR_SOURCES, *_OF_TWO_VOCABULARIES), "it is learned from plain text"),
     ("objective", ("subword_sampling", "augmentation"), "it draws the noise of its pairs"),
     ("tasks", _OF_EACH_TASK, "each task has its own pairs, read as a whole"),
     ("stages", _OF_DATASETS, "each of `datasets` has its own pairs, read as a whole"),
     ("stages", ("num_train_epochs",), "the stages say how often pairs are read"),
-    (
-        "joint_vocabulary",
-        ("target_tokenizer_kind", "target_vocab_size", "target_tokenizer_name_or_path"),
-        "a joint vocabulary has one tokenizer",
-    ),
-    *(
-        (name, _OF_NEW_TOKENIZER, "a tokenizer that exists is as it was trained")
-        for name in ("tokenizer_name_or_path", "model_name_or_path")
-    ),
+    ("joint_vocabulary", (*_OF_TWO_VOCABULARIES, "target_tokenizer_name_or_path"), "it has one tokenizer"),
+    ("tokenizer_name_or_path", _OF_NEW_TOKENIZER, "a tokenizer that exists is as it was trained"),
+    ("model_name_or_path", _OF_NEW_TOKENIZER, "the model has a tokenizer as it was trained"),
 )
 # Beginnings of fields of validation and test pairs.
 _SCORED = ("validation", "test", "num_", "dataset_validation", "dataset_test", "max_validation", "max_test")
@@ -343,9 +321,9 @@ def check_recipe(recipe: Any) -> None:
     require(recipe.max_steps != 0, "max_steps", "be above 0, or -1 for `num_train_epochs`")
     can_join = recipe.objective == "pairs" or recipe.joint_vocabulary is not False
     require(can_join, "joint_vocabulary", "be true with `objective`: both sides are one text")
+    has_budget = recipe.max_tokens_per_batch is not None
+    require(has_budget or not recipe.stages, "stages", "come with `max_tokens_per_batch`, such as 4000")
     for name in (name for name in ("streaming", "stages") if getattr(recipe, name)):
-        if name == "stages":
-            require(recipe.max_tokens_per_batch, name, "come with `max_tokens_per_batch`, such as 4000")
         for strategy in ("save_strategy", "eval_strategy", "logging_strategy"):
             rule = f"be steps or no with `{name}`, which has no epochs"
             require(getattr(recipe, strategy) != "epoch", strategy, rule)
@@ -375,7 +353,7 @@ def check_recipe(recipe: Any) -> None:
     _check_selection(recipe)
     if recipe.stages:
         needed_plugin("parse_stages", "stages")(recipe.stages, list(recipe.datasets))
-    if recipe.max_tokens_per_batch is not None:
+    if has_budget:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)
     needs = {name: OWN_FIELDS[name].json_schema_extra["effect_with"] for name in OWN_FIELDS if recipe.is_set(name)}
     idle = [f"`{name}` without `{needed}`" for name, needed in needs.items() if needed and recipe.is_open(needed)]
@@ -448,7 +426,5 @@ def check_conflicts(recipe: Any, names: Collection[str] | None = None) -> None:
             # `null` unsets a value of another recipe.
             is_named = names is None or first in names or other in names
             if is_named and recipe.is_set(other) and getattr(recipe, other) is not None:
-                raise MetaphraseError(
-                    f"`{first}` and `{other}` must not both be given, because {reason}, "
-                    f"got {getattr(recipe, first)!r} and {getattr(recipe, other)!r}."
-                )
+                values = f"{getattr(recipe, first)!r} and {getattr(recipe, other)!r}"
+                raise MetaphraseError(f"`{first}` and `{other}` must not both be given: {reason}, got {values}.")

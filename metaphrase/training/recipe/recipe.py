@@ -21,17 +21,7 @@ from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_text
 from metaphrase.storage.hints import explain_error
 from metaphrase.tokenization.texts import TERM_TOKENS
-from metaphrase.training.recipe.fields import (
-    LEFT_OUT,
-    OWN_FIELDS,
-    TRAINING_DEFAULTS,
-    TRAINING_FIELDS,
-    AllFields,
-    check_recipe,
-    group_of,
-    kinds_of,
-    type_name,
-)
+from metaphrase.training.recipe import fields
 
 # These belong to a machine or a moment, or are secret.
 NEVER_SAVED = ("data_dir", "time_budget", "hub_token", "resume_from_checkpoint", "local_rank")
@@ -49,8 +39,6 @@ METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 _UPLOAD_PREFIXES = ("push_to_hub", "hub_")
 # Nothing reads them: transformers' own scripts do.
 _WITHOUT_EFFECT = ("do_train", "do_eval", "do_predict", "sortish_sampler")
-# The keys of these mappings are names of model parts or of fields, which have dots.
-_DOTTED_PREFIXES = ("search.",)
 
 
 def is_better_lower(metric: str) -> bool:
@@ -58,7 +46,7 @@ def is_better_lower(metric: str) -> bool:
     return metric.rpartition("_")[2] in LOWER_IS_BETTER
 
 
-class Recipe(AllFields):
+class Recipe(fields.AllFields):
     """All settings of a run, checked when they are made and not changed afterwards; `replace` makes a changed copy.
 
     Attributes:
@@ -75,18 +63,18 @@ class Recipe(AllFields):
     def __init__(self, **values: Any):
         values.setdefault("set_names", tuple(name for name in values if name != "reasons"))
         for name, value in values.items():
-            kinds = kinds_of(type(self).model_fields[name].annotation) if isinstance(value, bool) else set()
+            kinds = fields.kinds_of(type(self).model_fields[name].annotation) if isinstance(value, bool) else set()
             if kinds & {int, float} and bool not in kinds:
                 raise MetaphraseError(f"`{name}` must be a number, got {value}.")
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise MetaphraseError(explain_error(error)) from None
-        check_recipe(self)
+        fields.check_recipe(self)
 
     def __repr_args__(self):
         # The token of the Hub is secret.
-        names = [name for name in (*OWN_FIELDS, *TRAINING_FIELDS) if self.is_set(name)]
+        names = [name for name in (*fields.OWN_FIELDS, *fields.TRAINING_FIELDS) if self.is_set(name)]
         return [(name, "..." if name == "hub_token" else getattr(self, name)) for name in names]
 
     @classmethod
@@ -97,10 +85,11 @@ class Recipe(AllFields):
             MetaphraseError: If a key is unknown, a value is of a wrong type, or the fields contradict each other.
         """
         for name in mapping:
-            group_of(name, where)  # refuses a name that is no field
+            fields.group_of(name, where)  # refuses a name that is no field
         # An own field may be empty, such as `model:` above lines that were all commented out. Then it is not set. A default
         # value counts as set, so that a saved recipe outlives a change of defaults.
-        return cls(**{name: value for name, value in mapping.items() if value is not None or name in TRAINING_FIELDS})
+        training = fields.TRAINING_FIELDS
+        return cls(**{name: value for name, value in mapping.items() if value is not None or name in training})
 
     def replace(self, **values: Any) -> "Recipe":
         """Return a copy with other values, which count as set and are not checked."""
@@ -168,10 +157,10 @@ class Recipe(AllFields):
         Raises:
             MetaphraseError: If there is no `output_dir`, or transformers refuses a value.
         """
-        values = {name: copy.deepcopy(getattr(self, name)) for name in self.set_names if name in TRAINING_FIELDS}
+        values = {name: copy.deepcopy(getattr(self, name)) for name in self.set_names if name in fields.TRAINING_FIELDS}
         # Stages are one epoch, with readings of their own.
         once = {"num_train_epochs": 1} if self.stages else {}
-        arguments = {**TRAINING_DEFAULTS, **once, **values, **overrides}
+        arguments = {**fields.TRAINING_DEFAULTS, **once, **values, **overrides}
         if not arguments.get("output_dir"):
             raise MetaphraseError("`output_dir` must be given, got none. Pass --output_dir FOLDER.")
         if arguments.get("run_name") is None:
@@ -199,7 +188,7 @@ class Recipe(AllFields):
         """Return the values that were set, as flat keys, without those that belong to this machine."""
         # Fields that were chosen together stay together, below their reason.
         first = self.set_names if self.reasons else ()
-        names = dict.fromkeys((*first, *OWN_FIELDS, *self.set_names, *TRAINING_FIELDS))
+        names = dict.fromkeys((*first, *fields.OWN_FIELDS, *self.set_names, *fields.TRAINING_FIELDS))
         saved = {*self.set_names}.difference(NEVER_SAVED)
         values = {name: copy.deepcopy(getattr(self, name)) for name in names if name in saved}
         if Path(str(values.get("output_dir") or "")).is_absolute():
@@ -290,8 +279,11 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     """
     values = {} if path is None else _read_fields(Path(path))
     for option, words in _split_options(overrides):
-        name, *keys = option.split(".", maxsplit=1 if option.startswith(_DOTTED_PREFIXES) else -1)
-        group_of(name, "the command line")
+        if option.startswith("no_") and not words and option[3:] in Recipe.model_fields:
+            option, words = option[3:], ["false"]
+        # The keys of `search` are names of fields, which have dots.
+        name, *keys = option.split(".", maxsplit=1 if option.startswith("search.") else -1)
+        fields.group_of(name, "the command line")
         if not keys:
             values[name] = _value_of_words(name, words)
             continue
@@ -319,7 +311,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
 
 def _value_of_words(name: str, words: Sequence[str]) -> Any:
     """Return the value of the words after an option: none is true, several are a list, one may be YAML."""
-    kinds = {getattr(kind, "__origin__", kind) for kind in kinds_of(Recipe.model_fields[name].annotation)}
+    kinds = {getattr(kind, "__origin__", kind) for kind in fields.kinds_of(Recipe.model_fields[name].annotation)}
     if len(words) > 1:
         if not kinds & {list, dict}:
             raise MetaphraseError(
@@ -343,12 +335,7 @@ def _split_options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
             options[-1][1].append(word)
         else:
             raise MetaphraseError(f"The command line must name a field with --field before a value, got {word!r}.")
-    return [
-        (name[3:], ["false"])
-        if name.startswith("no_") and not values and name[3:] in Recipe.model_fields
-        else (name, values)
-        for name, values in options
-    ]
+    return options
 
 
 def describe_fields() -> str:
@@ -357,17 +344,16 @@ def describe_fields() -> str:
     head = "Fields that you leave open are chosen from your pairs and this machine; --dry_run shows them. A value in [ ] holds\n"
     head += "where nothing is chosen."
     title = "training (fields of transformers.Seq2SeqTrainingArguments)"
-    texts = {name: (field.json_schema_extra["group"], field.description) for name, field in OWN_FIELDS.items()}
-    for name, item in TRAINING_FIELDS.items():
-        if not name.startswith(_UPLOAD_PREFIXES) and name not in (*_WITHOUT_EFFECT, *LEFT_OUT):
+    texts = {name: (field.json_schema_extra["group"], field.description) for name, field in fields.OWN_FIELDS.items()}
+    for name, item in fields.TRAINING_FIELDS.items():
+        if not name.startswith(_UPLOAD_PREFIXES) and name not in (*_WITHOUT_EFFECT, *fields.LEFT_OUT):
             text = " ".join(str(item.metadata.get("help", "")).split())
             texts[name] = title, text.partition(". ")[0].removesuffix(".") + "."
     for name, (group, text) in texts.items():
         field = Recipe.model_fields[name]
         shown = "" if field.default in (None, "", {}) else f" [{field.default}]"
-        lines = f"  --{name}{shown}  ({type_name(field.annotation)})\n" + textwrap.indent(
-            textwrap.fill(text, 104), " " * 6
-        )
+        text = textwrap.indent(textwrap.fill(text, 104), " " * 6)
+        lines = f"  --{name}{shown}  ({fields.type_name(field.annotation)})\n{text}"
         groups.setdefault(group, []).append(lines)
     return "\n\n".join([head, *(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())])
 
