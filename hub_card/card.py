@@ -87,8 +87,9 @@ class TrainedFolder:
         self.path = Path(folder)
         if not self.path.is_dir():
             raise MetaphraseError(f"`folder` must be an existing folder, got {str(folder)!r}.")
-        paths = (self.path / f"{name}.json" for name in ("metrics", "trainer_state", "config"))
-        self.metrics, self.state, self.config = map(read_fields, paths)
+        self.metrics, self.state, self.config = (
+            read_fields(self.path / f"{name}.json") for name in ("metrics", "trainer_state", "config")
+        )
         self.recipe = read_recipe(self.path)
         self.num_parameters = None
         if weight_names(self.path):

@@ -36,9 +36,9 @@ def distill(arguments: argparse.Namespace) -> None:
     options = {"num_return_sequences": 1} | prepare(arguments, inputs)
     format_pair, pairs, select = pair_formatter(arguments.output), chosen_pairs(arguments), arguments.select
     if select is not None and (pairs is None or options["num_return_sequences"] < 2):
-        shown = "sources alone" if pairs is None else options["num_return_sequences"]
         raise MetaphraseError(
-            f"`select` must come with pairs as input and `num_return_sequences` above 1, got {shown}."
+            "`select` must come with pairs as input and `num_return_sequences` above 1, "
+            f"got {'sources alone' if pairs is None else options['num_return_sequences']}."
         )
 
     def format_pairs(index: int, record: tuple[str, ...], candidates: Sequence[ScoredText]) -> str:

@@ -80,8 +80,10 @@ def prepare(folder: Path, source: Path, fields: Sequence[str], arguments: argpar
     """Make the corpus and clear the folder. The folder changes only after all checks."""
     data, is_demo = folder / "data", (folder / MARKER_NAME).is_file()
     if not is_demo and (files := sorted(data.glob("*.tsv"))):
-        shown = f"{folder} with {files[0]} and without {MARKER_NAME}"
-        raise MetaphraseError(f"`output_dir` must be a new folder or that of an earlier demo, got {shown}.")
+        raise MetaphraseError(
+            f"`output_dir` must be a new folder or that of an earlier demo, got {folder} with {files[0]} and without "
+            f"{MARKER_NAME}. Choose another folder, or remove the file."
+        )
     is_replaced = is_demo and not arguments.resume
     with tempfile.TemporaryDirectory() as corpus:
         for split in SPLITS:

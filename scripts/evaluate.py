@@ -126,11 +126,14 @@ def choose_output(arguments: argparse.Namespace, measured: dict[str, dict]) -> P
             earlier = {}
         if earlier is None or all(earlier.get(name) == value for name, value in measured.items()):
             return path
-        logger.warning("%s is kept: it holds scores of the training run, or of other pairs or settings.", path)
         logger.warning(
-            "The scores will be written to %s. Set --output for another file.", Path("metrics.json").absolute()
+            "The scores will be written to %s. %s is kept: it holds scores of the training run, or of other pairs or settings. "
+            "Set --output for another file.",
+            *(Path("metrics.json").absolute(), path),
         )
     if Path("config.json").exists():
-        effect = f"metrics.json in {Path.cwd()} would become the scores of its card"
-        raise MetaphraseError(f"`output` must be given in a model's folder, got None: {effect}.")
+        raise MetaphraseError(
+            f"`output` must be given in a model's folder, got None: metrics.json in {Path.cwd()} would become the scores of "
+            "its card."
+        )
     return Path("metrics.json")

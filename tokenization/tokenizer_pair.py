@@ -48,8 +48,10 @@ class TokenizerPair:
         for side, tokenizer in (("source", self.source), ("target", self.target)):
             for name in ("pad_token", "eos_token"):
                 if getattr(tokenizer, name) is None:
-                    hint = f"Set it with `tokenizer.add_special_tokens`, or pass `{name}=...` to `from_pretrained`."
-                    raise MetaphraseError(f"The {side} tokenizer must have a `{name}`, got None. {hint}")
+                    raise MetaphraseError(
+                        f"The {side} tokenizer must have a `{name}`, got None. Set it with "
+                        f'`tokenizer.add_special_tokens({{"{name}": ...}})`, or pass `{name}=...` to `from_pretrained`.'
+                    )
         pads = self.source.pad_token_id, self.target.pad_token_id
         if pads[0] != pads[1]:
             # A model has only one.
@@ -144,9 +146,10 @@ class TokenizerPair:
         target_folder = os.path.join(folder, TARGET_SUBFOLDER)
         is_one = self.is_joint or self.whole is not None
         if is_one and os.path.isdir(target_folder):
-            # It would be loaded as the target tokenizer.
-            text = f"`folder` must not hold `{TARGET_SUBFOLDER}/` when one tokenizer is saved, got {str(folder)!r}."
-            raise MetaphraseError(f"{text} Remove it or choose another folder.")
+            raise MetaphraseError(
+                f"`folder` must not hold `{TARGET_SUBFOLDER}/` when one tokenizer is saved, because it would be loaded "
+                f"as the target tokenizer, got {os.fspath(folder)!r}. Remove it or choose another folder."
+            )
         # Only the copy gets the mark: the source saved alone must not require a target.
         source = copy.copy(self.source if self.whole is None else self.whole)
         source.init_kwargs = {key: value for key, value in source.init_kwargs.items() if key != TARGET_SUBFOLDER}
@@ -215,9 +218,9 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
         is_of_files = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if isinstance(error, OSError | ValueError | ImportError) or not is_of_files:
             raise
-        shown = f"{os.fspath(name_or_path)!r}: {type(error).__name__}: {' '.join(str(error).split())}"
         raise MetaphraseError(
-            f"The files of the tokenizer, such as `tokenizer.json`, must load, got {shown}"
+            f"The files of the tokenizer in {os.fspath(name_or_path)!r}, such as `tokenizer.json`, cannot be loaded: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
     return tokenizer
 
@@ -304,8 +307,11 @@ def language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None
         token = m2m_tokens.get(code)
     else:
         # Only special tokens count: a part of a word may look like a code.
-        tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-        tokens |= {*getattr(tokenizer, "lang_code_to_id", {})}
+        tokens = {
+            *tokenizer.all_special_tokens,
+            *tokenizer.get_added_vocab(),
+            *getattr(tokenizer, "lang_code_to_id", {}),
+        }
         token = next((spelling for spelling in (code, f"__{code}__") if spelling in tokens), None)
     index = None if token is None else tokenizer.convert_tokens_to_ids(token)
     if index is None or index == tokenizer.unk_token_id:

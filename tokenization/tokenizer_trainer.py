@@ -67,8 +67,10 @@ class TokenizerSettings:
         for token in self.special_tokens:
             # One character may be a letter of a text, and a byte-level decoder would read non-ASCII characters as bytes.
             if not re.fullmatch("[!-~]{2,}", token) or self.special_tokens.count(token) > 1:
-                rule = "two or more printable ASCII characters without a space, and differ from all others"
-                raise MetaphraseError(f"A special token must be {rule}, got {token!r} among {self.special_tokens}.")
+                raise MetaphraseError(
+                    "A special token must be two or more printable ASCII characters without a space, and differ from all "
+                    f"others, got {token!r} among {self.special_tokens}."
+                )
         for name, known in (("kind", TOKENIZER_KINDS), ("normalization", NORMALIZATIONS)):
             value = getattr(self, name)
             if value not in (None, *known):
@@ -93,8 +95,10 @@ class TokenizerSettings:
         """Check that `vocab_size` has room for the special tokens and `count` more entries."""
         specials = len(self.special_tokens)
         if self.vocab_size is not None and self.vocab_size < specials + count:
-            least = f"{specials + count} for kind {self.kind!r} ({specials} special tokens + {count} {noun})"
-            raise MetaphraseError(f"`vocab_size` must be at least {least}, got {self.vocab_size}.")
+            raise MetaphraseError(
+                f"`vocab_size` must be at least {specials + count} for kind {self.kind!r} "
+                f"({specials} special tokens + {count} {noun}), got {self.vocab_size}."
+            )
 
 
 def train_tokenizer(texts: Iterable[str], **options: Any) -> PreTrainedTokenizerFast:
@@ -221,8 +225,11 @@ def _train_model(texts: Iterable[str], settings: TokenizerSettings) -> models.Mo
     texts = _split_texts(texts, settings)
     if settings.kind not in KINDS_THAT_FILL_A_VOCABULARY:
         return _collect(texts, settings)
-    options: dict[str, Any] = {"special_tokens": specials, "vocab_size": settings.vocab_size}
-    options["show_progress"] = settings.show_progress
+    options: dict[str, Any] = {
+        "special_tokens": specials,
+        "show_progress": settings.show_progress,
+        "vocab_size": settings.vocab_size,
+    }
     model: models.Model
     trainer: trainers.Trainer
     if settings.kind == "unigram":

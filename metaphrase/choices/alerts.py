@@ -50,8 +50,11 @@ def data_alerts(corpus: Any) -> Iterator[str]:
     parts = corpus.parts.values() if corpus.recipe.tasks else (corpus,)
     for part in parts if corpus.recipe.objective == "pairs" else ():
         yield from _pair_alerts(part)
-        splits = {split: part.splits[split] for split in SPLITS if split in part.splits}
-        sources = {split: map(str.strip, column_texts(pairs, "source")) for split, pairs in splits.items()}
+        sources = {
+            split: map(str.strip, column_texts(part.splits[split], "source"))
+            for split in SPLITS
+            if split in part.splits
+        }
         train, counts = sources.pop("train"), {split: Counter(texts) for split, texts in sources.items()}
         held_out = set().union(*counts.values())
         shared = held_out.intersection(train) if held_out else set()
@@ -79,8 +82,10 @@ def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
     first = pairs["source"][0][prefix:].strip(), pairs["target"][0].strip()
     names = _COLUMN_NAMES.union(TO_LANGUAGE_CODE, TO_LANGUAGE_CODE.values())
     if names.issuperset(map(str.lower, first)):
-        shown = f"{corpus.label}train: the first pair is {first[0]!r} and {first[1]!r}. If these are names of columns"
-        yield f"{shown}, remove the line, or name them by `source_column` and `target_column`."
+        yield (
+            f"{corpus.label}train: the first pair is {first[0]!r} and {first[1]!r}. If these are names of columns, remove the "
+            "line, or name them by `source_column` and `target_column`."
+        )
     sample = pairs.select(spread(len(pairs), _COMPARED_PAIRS))
     sources = [source[prefix:].strip() for source in sample["source"][:]]
     targets = [target.strip() for target in sample["target"][:]]
@@ -91,11 +96,15 @@ def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
     counts = Counter(targets)
     text, most = counts.most_common(1)[0]
     if equal >= _EQUAL_SIDES:
-        shown = f"{corpus.label}train: source and target are the same text in {100 * equal:.0f} % of the pairs"
-        yield f"{shown}, so the network learns to copy. Check the columns or files of both sides."
+        yield (
+            f"{corpus.label}train: source and target are the same text in {100 * equal:.0f} % of the pairs, so the network "
+            "learns to copy. Check the columns or files of both sides."
+        )
     elif most >= (_ONE_TARGET if len(counts) <= _FEW_TARGETS else _ONE_TARGET_OF_MANY) * len(targets):
-        share = f"{corpus.label}train: {100 * most / len(targets):.0f} % of the targets"
-        yield f"{share} are the same text, {text[:50]!r}, which the network learns to write. Check their column or file."
+        yield (
+            f"{corpus.label}train: {100 * most / len(targets):.0f} % of the targets are the same text, {text[:50]!r}, so the "
+            "network learns to write it for every source. Check the column or file of the targets."
+        )
 
 
 # Settings
@@ -123,8 +132,10 @@ def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> 
         limits = target_limits(model, {}, pairs["source_length"][:])
         number = sum(map(operator.gt, pairs["target_length"][:], ((most or limit + 1) - 1 for most in limits)))
         if number > _LONG_REFERENCES * len(pairs):
-            shown = f"{split}: {number:,} of {len(pairs):,} references are longer than the length limit of outputs ({limit})"
-            yield f"{shown}, so their outputs are cut. Raise `generation_max_length`."
+            yield (
+                f"{split}: {number:,} of {len(pairs):,} references are longer than the length limit of outputs ({limit}), so "
+                "their outputs are cut. Raise `generation_max_length`."
+            )
 
 
 def length_limit(model: Any) -> int:

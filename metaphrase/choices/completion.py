@@ -220,8 +220,11 @@ def _cost_of(recipe: Recipe, data: Data, tokens: rules.TokenProfile) -> rules.St
             break
         batches *= 2
     if lacking > 0 and recipe.model_name_or_path is not None:
-        text = "Training takes about %.1f GiB, and %.1f GiB are free. Set `lora_rank: 16`, or choose a smaller model."
-        logger.warning(text, *(size / _HEAP / 2**30 for size in (lacking + free, free)))
+        logger.warning(
+            "Training takes about %.1f GiB, and %.1f GiB are free. Set `lora_rank: 16` (pip install metaphrase[lora]), or "
+            "choose a smaller model.",
+            *(size / _HEAP / 2**30 for size in (lacking + free, free)),
+        )
     estimate = estimate_recipe(trial, data)
     return rules.StepCost(3600 * (estimate.hours or 0.0) / estimate.steps, batches)
 

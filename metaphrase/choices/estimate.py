@@ -30,7 +30,9 @@ _ENCODED_PAIRS = 20_000
 TIMED_STEPS, _PLANNED_PAIRS = 12, 20_000
 # A CPU computes 16 times as many tokens as fast: within 10 %, networks of width 128 and 512, one core.
 _TIMED_TOKENS = 1024
-_NOTE_ON_PROCESS = "A process on a CPU takes half a GiB at first, and its heap up to 1.8 times as much as its tensors."
+_NOTE_ON_PROCESS = (
+    "A process on a CPU takes half a GiB before its first tensor, and its heap up to 1.8 times as much as its tensors."
+)
 _NOTE_ON_FSDP = "accelerate shares weights by FSDP on accelerators alone: on a CPU each process holds all of them."
 
 

@@ -66,10 +66,15 @@ TooLong = Literal["skip", "truncate", "error"]
 Empty = Literal["skip", "error", "keep"]
 # Values of the column `outcome`. A pair counts under the first one that holds.
 OUTCOMES = ("kept", "empty_source", "empty_target", "source_too_long", "target_too_long")
-FEATURES: dict[str, Any] = dict.fromkeys(_ID_COLUMNS, datasets.List(datasets.Value("int32")))
-FEATURES |= dict.fromkeys(LENGTH_COLUMNS, datasets.Value("int32"))
-FEATURES |= {"outcome": datasets.Value("int8")}
-FEATURES |= dict.fromkeys(("source_truncated", "target_truncated"), datasets.Value("bool"))
+FEATURES = {
+    "input_ids": datasets.List(datasets.Value("int32")),
+    "labels": datasets.List(datasets.Value("int32")),
+    "source_length": datasets.Value("int32"),
+    "target_length": datasets.Value("int32"),
+    "outcome": datasets.Value("int8"),
+    "source_truncated": datasets.Value("bool"),
+    "target_truncated": datasets.Value("bool"),
+}
 # Part of every cache key. Raise it when the same pairs would be encoded into other columns.
 CACHE_VERSION = 2
 

@@ -91,9 +91,11 @@ def as_padded(lengths: np.ndarray | Sequence[Sequence[int]], max_tokens_per_batc
     longest = int(array.sum(axis=1).argmax())
     source, target = array[longest].tolist()
     if source + target > max_tokens_per_batch:
-        tokens = f"{source} source and {target} target tokens, {source + target} in all, got {max_tokens_per_batch}"
-        text = f"`max_tokens_per_batch` must hold the longest pair, number {longest + 1} of those to train on, with {tokens}."
-        raise MetaphraseError(f"{text} Raise it, or lower `max_source_length` and `max_target_length`.")
+        raise MetaphraseError(
+            f"`max_tokens_per_batch` must hold the longest pair, number {longest + 1} of those to train on, with "
+            f"{source} source and {target} target tokens, {source + target} in all, got {max_tokens_per_batch}. Raise it, or "
+            "lower `max_source_length` and `max_target_length`."
+        )
     return -(-array // multiple) * multiple
 
 

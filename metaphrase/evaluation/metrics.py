@@ -274,8 +274,10 @@ def compute_metrics(
     """
     metric_options(names)
     if not len(predictions) == len(references) > 0:
-        counts = f"{len(predictions)} and {len(references)}"
-        raise MetaphraseError(f"`predictions` and `references` must be equally many and not empty, got {counts}.")
+        raise MetaphraseError(
+            "`predictions` and `references` must hold the same number of entries, at least one, "
+            f"got {len(predictions)} and {len(references)}."
+        )
     results = {}
     for name in names:
         segments = METRICS[name].segments(predictions, references, **(options or {}).get(name, {}))

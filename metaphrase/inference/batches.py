@@ -18,7 +18,13 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.inference.progress import progress_bar
 from metaphrase.modeling.pipelines import override_lengths
 from metaphrase.plugins import needed_plugin, plugin
-from metaphrase.storage import generation_options
+from metaphrase.storage.generation_options import (
+    GENERATION_OPTIONS,
+    check_options,
+    length_limits,
+    resolve_settings,
+    use_floats,
+)
 from metaphrase.tokenization.texts import batches_by_length
 
 DEFAULT_BATCH_SIZE = 64
@@ -98,8 +104,10 @@ class TooLongError(MetaphraseError):
         hint = f" Set `max_source_length` to {limit} or less to truncate it." if side == "source" else ""
         hint += "" if has_positions else " Set `max_tokens_per_batch` to read it whole, with more memory."
         reason = "than the model has positions" if has_positions else "than `max_tokens_per_batch` or the default"
-        place = f"number {number} (in a file: line {number})"
-        return f"A {side} must not have more tokens {reason}, {limit}, got {num_tokens} in {place}.{hint}"
+        return (
+            f"A {side} must not have more tokens {reason}, {limit}, got {num_tokens} in "
+            f"number {number} (in a file: line {number}).{hint}"
+        )
 
 
 @contextlib.contextmanager
@@ -167,11 +175,11 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
         options = override_lengths(settings) | options
     if options.get("num_return_sequences", 1) is None:
         options["num_return_sequences"] = 1
-    generation_options.use_floats(options)
+    use_floats(options)
     for name in ("decoder_input_ids", "prefix_allowed_tokens_fn"):
         if options.get(name) is not None:
             raise MetaphraseError(f"`{name}` has rows of a batch, which are no texts. Call `model.generate()` with it.")
-    generation_options.check_options(options)
+    check_options(options)
     return options
 
 
@@ -182,7 +190,7 @@ def target_limits(model: Any, options: Mapping[str, Any], source_lengths: Iterab
     fairseq. It is doubled, so that few limits divide the batches, and depends on no other source. A length among the options
     holds for all.
     """
-    settings = generation_options.resolve_settings(model, options)
+    settings = resolve_settings(model, options)
     usual, most, length = map(settings.get, (*LONGER_SOURCES, "max_length"))
     if not (usual and length) or settings.get("max_new_tokens") or options.get("max_length"):
         return [None for _ in source_lengths]
@@ -232,7 +240,7 @@ def generate_hypotheses(
     with contextlib.ExitStack() as context:
         if isinstance(model, nn.Module):
             models = [model, *(partner.model for partner in partners)]
-            settings = generation_options.resolve_settings(model, options)
+            settings = resolve_settings(model, options)
             takes_one = any(settings.get(name) not in (None, off) for name, off in _OPTIONS_OF_ONE_SOURCE.items())
             # A draft model takes one source, too.
             batch_size = 1 if takes_one else getattr(search, "batch_size", batch_size)
@@ -268,7 +276,7 @@ def _make_generate(
     options: Mapping[str, Any],
     return_scores: bool,
 ) -> GenerateBatch:
-    model, settings = models[0], generation_options.resolve_settings(models[0], options)
+    model, settings = models[0], resolve_settings(models[0], options)
     # With sharded weights, `generate()` would otherwise wait for the batches of other processes.
     options = {"synced_gpus": False, **options}
     if options.get("min_new_tokens") is not None and model.generation_config.min_length is not None:
@@ -278,7 +286,7 @@ def _make_generate(
     ends = set() if ends is None else set(torch.as_tensor(ends).flatten().tolist())
     forced_index = None
     if settings.get("forced_eos_token_id") is not None:
-        _, longest = generation_options.length_limits(model, options)
+        _, longest = length_limits(model, options)
         if longest is None:
             # The default of `generate()`.
             longest = GenerationConfig._get_default_generation_params()["max_length"] + 1
@@ -288,7 +296,7 @@ def _make_generate(
     modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
     names = {name for name, value in options.items() if value is not None}
     # The fast loops know the options of the command line alone.
-    is_plain = names <= {*generation_options.GENERATION_OPTIONS, "bad_words_ids", "eos_token_id", "synced_gpus"}
+    is_plain = names <= {*GENERATION_OPTIONS, "bad_words_ids", "eos_token_id", "synced_gpus"}
     if loop is None and is_plain and model.generation_config.get_generation_mode() in modes:
         if vocabulary_map is not None:
             loop = needed_plugin("generate_loop", "vocabulary_map")

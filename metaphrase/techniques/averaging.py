@@ -29,8 +29,17 @@ logger = logging.getLogger(__name__)
 # Folder of a run that holds the mean of checkpoints until it is loaded.
 _AVERAGE_NAME = "_average"
 # Files of a single checkpoint that are wrong for the mean: weights, the trainer's state, pickled files, results.
-_LEFT_OUT = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "metrics.json", "*_predictions.txt", ".*")
-_LEFT_OUT += ("README.md", TRAINER_STATE_NAME, checkpoints.PROGRESS_NAME, checkpoints.ARGUMENTS_NAME)
+_LEFT_OUT = (
+    "*.safetensors",
+    "*.index.json",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "metrics.json",
+    "*_predictions.txt",
+    "README.md",
+)
+_LEFT_OUT += (".*", TRAINER_STATE_NAME, checkpoints.PROGRESS_NAME, checkpoints.ARGUMENTS_NAME)
 _LEFT_OUT += (checkpoints.PROVENANCE_NAME,)
 # Fields of a configuration that do not describe the model.
 _UNIMPORTANT = ("_name_or_path", "transformers_version")
@@ -127,8 +136,10 @@ def select_checkpoints(
         scores = {step: score for step, score in checkpoints.scores_in(log_history, metric).items() if step in by_step}
     if len(scores) < number and not (or_fewer and scores):
         what = "checkpoints" if best is None else f"checkpoints with a score in `{metric}`"
-        text = f"`{field}` must be at most the number of {what}, {len(scores)} in {run_dir}, got {number}."
-        raise MetaphraseError(f"{text} A run keeps as many checkpoints as `save_total_limit` says.")
+        raise MetaphraseError(
+            f"`{field}` must be at most the number of {what}, {len(scores)} in {run_dir}, got {number}. "
+            "A run keeps as many checkpoints as `save_total_limit` says."
+        )
     return [by_step[step] for step in sorted(scores, key=lambda step: (scores[step], step))[-number:]]
 
 

@@ -222,7 +222,7 @@ class StagedSampler(TokenBudgetSampler):
         """Take the number of pairs of each data set, the stages in order, and the arguments of `TokenBudgetSampler`."""
         self._sizes, self._stages = dict(sizes), stages
         # For each round, the first and the last pair in the endless reading of each data set.
-        self._rounds: list[dict[str, list[int]]] = []
+        self._rounds: list[dict[str, tuple[int, int]]] = []
         super().__init__(*options, **more)
 
     def _count_batches(self) -> int:
@@ -233,8 +233,12 @@ class StagedSampler(TokenBudgetSampler):
             counts = {part: round(total * stage.shares.get(part, 0)) for part in self._sizes}
             ends = [min(number, times) / times for number in range(1, math.ceil(times) + 1)]
             for start, end in itertools.pairwise([0.0, *ends]):
-                edges = {part: [round(edge * count) for edge in (start, end)] for part, count in counts.items()}
-                self._rounds.append({part: [position[part] + edge for edge in ends] for part, ends in edges.items()})
+                self._rounds.append(
+                    {
+                        part: (position[part] + round(start * count), position[part] + round(end * count))
+                        for part, count in counts.items()
+                    }
+                )
                 num_steps += len(self._form_round(len(self._rounds) - 1)) // self.num_processes
             position = {part: position[part] + count for part, count in counts.items()}
             readings = [f"{part} {counts[part] / size:.2f} times" for part, size in self._sizes.items() if counts[part]]

@@ -78,8 +78,10 @@ def check_parts(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Parameter,
             matching = {weight for weight, aliases in names.items() if any(_matches(glob, alias) for alias in aliases)}
             if not matching:
                 tops = sorted({alias.split(".")[0] for aliases in names.values() for alias in aliases})
-                text = f"`freeze` must name parts of the model, got {pattern.removeprefix('!')!r}, and there is no {glob!r}."
-                raise MetaphraseError(f"{text} At the top there are {', '.join(tops)}.")
+                raise MetaphraseError(
+                    f"`freeze` must name parts of the model, got {pattern.removeprefix('!')!r}, and there is no {glob!r}. "
+                    f"At the top there are {', '.join(tops)}."
+                )
             for weight in matching:
                 if pattern.startswith("!"):
                     frozen.pop(weight, None)

@@ -18,7 +18,7 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.storage.folders import ENSEMBLE_NAME, WriteLock, write_json
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.recipe.fields import DECODING, OWN_FIELDS, check_conflicts, group_of
-from metaphrase.training.recipe.recipe import BATCH_SIZES, Recipe, is_better_lower, saved_recipe
+from metaphrase.training.recipe.recipe import Recipe, is_better_lower, saved_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -76,17 +76,18 @@ def what_is_missing(folder: str | Path) -> list[str]:
 def check_whole(checkpoint: str | Path, run_dir: str | Path | None = None) -> None:
     """Refuse to resume from a checkpoint that is not whole, or from one of the run before its last whole one."""
     if problems := what_is_missing(checkpoint):
-        text = f"`resume_from_checkpoint` must be a whole checkpoint, got {checkpoint}: {'; '.join(problems)}."
         raise MetaphraseError(
-            f"{text} Restore the file; or start a new run from these weights by `model_name_or_path`."
+            f"`resume_from_checkpoint` must be a whole checkpoint, got {checkpoint}: {'; '.join(problems)}. Restore the file; or "
+            "start a new run in another folder, from these weights by `model_name_or_path`."
         )
     checkpoint = Path(checkpoint).resolve()
     is_own = run_dir is not None and checkpoint.parent == Path(run_dir).resolve()
     last = last_whole_checkpoint(run_dir) if is_own else None
     if last is not None and step_of(checkpoint) < step_of(Path(last)):
-        # A later one would belong to another course of the run.
-        text = f"`resume_from_checkpoint` must be the last checkpoint of its run, got {checkpoint.name}, and there is {last}."
-        raise MetaphraseError(f"{text} Move later checkpoints away first.")
+        raise MetaphraseError(
+            f"`resume_from_checkpoint` must be the last checkpoint of its run, got {checkpoint.name}, and there is {last}, "
+            "which would belong to another course of the run. Move later checkpoints away first."
+        )
 
 
 def last_whole_checkpoint(run_dir: str | Path) -> str | None:
@@ -216,7 +217,11 @@ _SETTLED_TRAINING: tuple[str, ...] = ("optim", "optim_args", "optim_target_modul
 _SETTLED_TRAINING += ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs")
 _SETTLED_TRAINING += ("seed", "data_seed")
 # Pairs of fields of which a run has one.
-_ALTERNATIVES = (BATCH_SIZES, ("max_steps", "num_train_epochs"), ("average_last", "average_best"))
+_ALTERNATIVES = (
+    ("max_tokens_per_batch", "per_device_train_batch_size"),
+    ("max_steps", "num_train_epochs"),
+    ("average_last", "average_best"),
+)
 
 
 def discard_model(folder: Path) -> None:
@@ -311,9 +316,10 @@ def _refuse_content(recipe: Recipe, folder: Path) -> None:
     is_own_tokenizer = Path(recipe.tokenizer_name_or_path or "/").resolve() == folder.resolve()
     for name in names:
         if (folder / name).exists() and not (name == "tokenizer.json" and is_own_tokenizer):
-            text = "`output_dir` must not hold a model, a checkpoint or a file that the run would replace"
-            hint = "Pass another by --output_dir, or --resume to go on with the run that wrote it."
-            raise MetaphraseError(f"{text}, got {folder} with {name}. {hint}")
+            raise MetaphraseError(
+                f"`output_dir` must not hold a model, a checkpoint or a file that the run would replace, got {folder} with "
+                f"{name}. Pass another folder by --output_dir, or --resume to go on with the run that wrote it."
+            )
 
 
 def _check_same_run(recipe: Recipe, folder: Path) -> None:
@@ -323,8 +329,10 @@ def _check_same_run(recipe: Recipe, folder: Path) -> None:
     before, now = _settled_values(saved_recipe(path)), _settled_values(recipe)
     for name in sorted(before.keys() | now.keys()):
         if (old := before.get(name)) != (new := now.get(name)):
-            text = f"`{name}` must stay as it was when a run is resumed, got {new!r}, and {old!r} in {path}."
-            raise MetaphraseError(f"{text} To change it, start a new run in another folder by --output_dir.")
+            raise MetaphraseError(
+                f"`{name}` must stay as it was when a run is resumed, got {new!r}, and {old!r} in {path}. "
+                "To change it, start a new run in another folder by --output_dir."
+            )
 
 
 def _settled_values(recipe: Recipe) -> dict[str, Any]:

@@ -151,19 +151,27 @@ class PairCorpus:
         limits = self.limits if is_train else self.longest
         if is_train and recipe.streaming:
             return self.stream_batches(tokenizers)
-        rules: dict[str, Any] = dict(zip(TRAINING_LIMITS, limits, strict=True))
-        rules["too_long"] = recipe.too_long if is_train else "truncate"
-        rules["empty"] = recipe.empty if is_train or recipe.empty == "error" else "keep"
-        options = {"keep_text": not is_train or recipe.is_augmented, "report": self.reports.get(split)}
-        encoded, report = encode_pairs(self.splits[split], tokenizers, **options, **rules)
+        rules = {
+            "max_source_length": limits[0],
+            "max_target_length": limits[1],
+            "too_long": recipe.too_long if is_train else "truncate",
+            "empty": recipe.empty if is_train or recipe.empty == "error" else "keep",
+        }
+        encoded, report = encode_pairs(
+            self.splits[split],
+            tokenizers,
+            keep_text=not is_train or recipe.is_augmented,
+            report=self.reports.get(split),
+            **rules,
+        )
         self.reports[split] = report
         logger.info("%s%s: %s", self.label, split, report)
         if not is_train and recipe.too_long != "truncate" and (report.source_truncated or report.target_truncated):
             most = " and ".join(map(str, dict.fromkeys(self.longest)))
-            longer = f"{report.source_truncated} sources and {report.target_truncated} targets that are longer"
             raise MetaphraseError(
-                f"The {split} pairs must be within the {most} tokens of `max_position_embeddings`, since all are scored, got "
-                f"{longer}. Set `too_long: truncate` to let the model read the beginning; references are not truncated."
+                f"The {split} pairs must be within the {most} tokens of `max_position_embeddings`, since all are scored, "
+                f"got {report.source_truncated} sources and {report.target_truncated} targets that are longer. Set "
+                "`too_long: truncate` to let the model read the beginning of them; references are not truncated."
             )
         if is_train and (column := arguments.length_column_name) not in encoded.column_names:
             lengths = sum(np.asarray(encoded[name][:]) for name in pairs.LENGTH_COLUMNS)

@@ -159,9 +159,10 @@ def check_same_in_all(**facts: Any) -> None:
     first, *rest = gather_object([facts])
     for number, other in enumerate(rest, start=1):
         if different := [f"{name} {first[name]} and {other[name]}" for name in facts if first[name] != other[name]]:
-            text = f"All processes must have the same data, versions and checkpoint, got in processes 0 and {number}"
-            hint = "Give all machines the same files and packages, and a shared `output_dir`."
-            raise MetaphraseError(f"{text}: {'; '.join(different)}. {hint}")
+            raise MetaphraseError(
+                "All processes must have the same data, versions and checkpoint, got in the processes 0 and "
+                f"{number}: {'; '.join(different)}. Give all machines the same files and packages, and a shared `output_dir`."
+            )
 
 
 # Sharded weights

@@ -42,7 +42,6 @@ from metaphrase.training.callbacks import (
 )
 from metaphrase.training.corpora import PairCorpus, open_corpus
 from metaphrase.training.distributed import check_same_in_all, is_adapted, join_processes
-from metaphrase.training.model_setup import Data
 from metaphrase.training.recipe.fields import DECODING, check_evaluated
 from metaphrase.training.recipe.recipe import Recipe, saved_recipe
 from metaphrase.training.trainer import MetaphraseTrainer, check_optimizer
@@ -66,7 +65,11 @@ class Experiment:
     """
 
     def __init__(
-        self, recipe: Recipe, is_dry_run: bool = False, started: float | None = None, data: Data | None = None
+        self,
+        recipe: Recipe,
+        is_dry_run: bool = False,
+        started: float | None = None,
+        data: model_setup.Data | None = None,
     ):
         """Check everything that can be checked before any work is done.
 
@@ -106,14 +109,14 @@ class Experiment:
         self._is_unchecked = is_dry_run and not recipe.resume_from_checkpoint
         self.checkpoint = None if self._is_unchecked else checkpoints.checkpoint_to_resume(recipe, self.folder)
 
-    def prepare(self) -> Data:
+    def prepare(self) -> model_setup.Data:
         """Read the corpus, make the tokenizers and encode all pairs. A second call returns the same."""
         if self._data is None:
             with self.arguments.main_process_first(desc="reading the corpus"):
                 load(self.corpus)
             tokenizers = model_setup.make_tokenizers(self.recipe, self.corpus, self.checkpoint)
             with self.arguments.main_process_first(desc="encoding the corpus"):
-                self._data = Data(self.corpus, tokenizers, self.corpus.encode(tokenizers))
+                self._data = model_setup.Data(self.corpus, tokenizers, self.corpus.encode(tokenizers))
         return self._data
 
     def make_model(self) -> PreTrainedModel:
@@ -132,9 +135,11 @@ class Experiment:
             # A dry run skips these checks.
             if (count := self.arguments.n_gpu) > 1:
                 # `torch.nn.DataParallel` would cut packed rows, and the two passes of R-Drop, in pieces.
-                text = f"Each GPU must have a process of its own, got one process with {count} GPUs."
-                hint = f"Use `torchrun --nproc_per_node {count}`, `accelerate launch`, or `CUDA_VISIBLE_DEVICES=0`."
-                raise MetaphraseError(f"{text} {hint}")
+                raise MetaphraseError(
+                    f"Each GPU must have a process of its own, got one process with {count} GPUs. Start one for each by "
+                    f"`torchrun --nproc_per_node {count} scripts/train.py ...` or `accelerate launch scripts/train.py ...`, "
+                    "or train on one: `CUDA_VISIBLE_DEVICES=0`."
+                )
             if self._is_unchecked:
                 checkpoints.checkpoint_to_resume(self.recipe, self.folder)
             return self._train(callbacks)
@@ -272,7 +277,7 @@ def warn(occasion: str, *arguments: Any) -> None:
         log_alerts(occasion, *arguments)
 
 
-def check_references(data: Data, scores: TaskScores) -> None:
+def check_references(data: model_setup.Data, scores: TaskScores) -> None:
     """Refuse references that the metrics cannot score."""
     corpus, split = data.corpus, data.corpus.scored_split()
     if split is not None:
@@ -289,7 +294,7 @@ def pad_to_multiple_of(arguments: Seq2SeqTrainingArguments) -> int:
 def make_trainer(
     recipe: Recipe,
     arguments: Seq2SeqTrainingArguments,
-    data: Data,
+    data: model_setup.Data,
     model: PreTrainedModel,
     scores: TaskScores,
     deadline: float = math.inf,

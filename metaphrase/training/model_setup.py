@@ -176,9 +176,10 @@ def fit_vocabulary(
 def _announce_growth(recipe: Recipe, what: str, entries: int, rows: int) -> None:
     logger.warning("The %s grows from %d to %d rows, to hold the tokenizer.", what, rows, entries)
     if recipe.lora_rank is not None:
-        # An adapter trains no new rows.
-        sizes = f"{entries} entries and {rows} rows"
-        raise MetaphraseError(f"`lora_rank` must come with a tokenizer that the model's embedding holds, got {sizes}.")
+        raise MetaphraseError(
+            "`lora_rank` must come with a tokenizer that the model's embedding holds, because an adapter trains no "
+            f"new rows, got {entries} entries and {rows} rows."
+        )
 
 
 def check_special_ids(model: PreTrainedModel, tokenizers: TokenizerPair) -> None:

@@ -190,9 +190,10 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             # Models of other families neither smooth labels nor divide by the labels of the whole step.
             self.compute_loss_func = self._loss_of_logits
         if not distributed.saves_whole_weights(self.accelerator.state):
-            text = "Checkpoints must hold whole weights, got settings by which each process saves its share."
-            hint = "Set `fsdp_state_dict_type` to FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` to true."
-            raise MetaphraseError(f"{text} {hint}")
+            raise MetaphraseError(
+                "Checkpoints must hold whole weights, got settings by which each process saves its share. Set "
+                "`fsdp_state_dict_type` to FULL_STATE_DICT, or for DeepSpeed `zero3_save_16bit_model` to true."
+            )
         if self.is_fsdp_enabled:
             self.accelerator.prepare = distributed.keep_embeddings_together(self.accelerator.prepare)
 

@@ -108,7 +108,7 @@ def test_scores_of_other_pairs_or_settings_stay_in_the_folder(words, scored_fold
     execute(evaluate, words)
     assert json.loads(Path("metrics.json").read_text(encoding="utf-8"))["num_examples"] == 5
     kept = f"{folder}/metrics.json is kept: it holds scores of the training run, or of other pairs or settings."
-    assert f"The scores will be written to {Path('metrics.json').absolute()}. " in caplog.text and kept in caplog.text
+    assert f"The scores will be written to {Path('metrics.json').absolute()}. {kept}" in caplog.text
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="`output` must be given in a model's folder"):
         patch.chdir(folder)
         execute(evaluate, words)

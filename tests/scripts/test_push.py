@@ -223,7 +223,7 @@ REFUSED = {
     "weights that are not finite": (diverge, "must hold finite numbers"),
     "no configuration": (rename("config.json"), "without config.json"),
     "secret": (write("recipe.yaml", "hub_token: hf_abc\n"), "must hold no secret"),
-    "tokenizer": (write("tokenizer.json", '{"model": {"type": "BPE"}}'), "The files of the tokenizer, such as"),
+    "tokenizer": (write("tokenizer.json", '{"model": {"type": "BPE"}}'), "The files of the tokenizer in"),
     "link": (link("LICENSE"), "`folder` must hold no link"),
     "deep link": (link("target_tokenizer/vocab.txt"), "`folder` must hold no link"),
     **{

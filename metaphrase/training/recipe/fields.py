@@ -37,7 +37,9 @@ Names = Annotated[
     list[str], BeforeValidator(lambda value: re.findall(r"[^,\s]+", value) if isinstance(value, str) else value)
 ]
 # A data set may be a file of pairs.
-_DataSet = Annotated[dict, BeforeValidator(lambda part: {"train_file": part} if isinstance(part, str) else part)]
+_DataSet = Annotated[
+    dict[str, Any], BeforeValidator(lambda part: {"train_file": part} if isinstance(part, str) else part)
+]
 _Column = Annotated[int | str | list[int] | None, Field(union_mode="left_to_right")]
 _Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 
@@ -116,7 +118,9 @@ class OwnFields(BaseModel):
     mixing_temperature: float = _tasks("Degree of the root.", 2.0, "tasks", ge=1)
     mixing_limit: int | None = _tasks("Maximum number of pairs that a task counts with.", None, "tasks", ge=1)
 
-    datasets: dict[str, _DataSet] = _stages("Named data sets for `stages`: a file, or fields such as `train_file`.", {})
+    datasets: dict[str, _DataSet] = _stages(
+        "Named data sets for `stages`: a file of pairs, or fields such as `train_file`.", {}
+    )
     stages: dict[str, dict] = _stages("Stages in order: `shares` of data sets, `until` one was read so often.", {})
 
     tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer. Without it, a new one is trained.")
@@ -426,5 +430,7 @@ def check_conflicts(recipe: Any, names: Collection[str] | None = None) -> None:
             # `null` unsets a value of another recipe.
             is_named = names is None or first in names or other in names
             if is_named and recipe.is_set(other) and getattr(recipe, other) is not None:
-                values = f"{getattr(recipe, first)!r} and {getattr(recipe, other)!r}"
-                raise MetaphraseError(f"`{first}` and `{other}` must not both be given: {reason}, got {values}.")
+                raise MetaphraseError(
+                    f"`{first}` and `{other}` must not both be given, because {reason}, "
+                    f"got {getattr(recipe, first)!r} and {getattr(recipe, other)!r}."
+                )
