@@ -1,21 +1,18 @@
-"use strict";
-const at = (id) => document.getElementById(id);
-const DELAY_MILLISECONDS = 300;
 const NUM_TARGETS = 4;
-const source = at("source"), target = at("target"), key = at("key");
-let settings, model, timer, controller;
+const key = at("key");
+let settings, model, controller;
 // Last answer: the source, layout between sentences, and sentences with their targets.
 let answer = { text: "", layout: [""], sentences: [] };
 // The word under the pointer or focus, the word of the last click, and the sentence of the shown alternatives.
 let current = null, pinned = null, open = 0;
 
 // A browser may refuse to store anything.
-function remember(store, name, value) {
+function rememberKey(value) {
   try {
-    if (value !== undefined) window[store].setItem(name, value);
-    return window[store].getItem(name);
+    if (value !== undefined) sessionStorage.setItem("metaphrase-key", value);
+    return sessionStorage.getItem("metaphrase-key") ?? "";
   } catch {
-    return null;
+    return "";
   }
 }
 
@@ -36,19 +33,9 @@ async function call(path, body, signal) {
   throw new RefusedError(error ?? `The server answers with status ${response.status}.`, response.status, Number(response.headers.get("Retry-After")));
 }
 
-function say(text, isWrong = false) {
-  at("status").textContent = text;
-  at("status").classList.toggle("wrong", isWrong);
-}
-
 function fields() {
   const [source_lang, target_lang] = ["source-lang", "target-lang"].map((id) => at(id).value || null);
   return { model: model.name, source_lang, target_lang };
-}
-
-function wait(milliseconds = DELAY_MILLISECONDS) {
-  clearTimeout(timer);
-  timer = setTimeout(translate, milliseconds);
 }
 
 async function translate() {
@@ -81,7 +68,7 @@ function fail(error) {
   if (error.status === 401) key.setAttribute("aria-invalid", "true");
   if (error.retryAfter) {
     text = `The server is busy. The page tries again in ${error.retryAfter} s.`;
-    wait(1000 * error.retryAfter);
+    timer = setTimeout(translate, 1000 * error.retryAfter);
   }
   target.classList.add("stale");
   say(text, true);
@@ -99,8 +86,6 @@ function show(result) {
   draw();
 }
 
-const targetText = () => answer.layout[0] + answer.sentences.map((sentence, index) => sentence.targets[sentence.chosen] + answer.layout[index + 1]).join("");
-
 function draw() {
   target.replaceChildren(answer.layout[0]);
   for (const [index, sentence] of answer.sentences.entries()) {
@@ -117,17 +102,10 @@ function draw() {
     }
     target.append(answer.layout[index + 1]);
   }
-  at("spoken").textContent = targetText();
+  at("spoken").textContent = target.textContent;
   at("copy").hidden = !navigator.clipboard || !answer.sentences.length;
   look(null);
   drawAlternatives();
-}
-
-function element(name, text, parent) {
-  const made = document.createElement(name);
-  made.textContent = text;
-  parent.append(made);
-  return made;
 }
 
 function drawAlternatives() {
@@ -209,17 +187,6 @@ function pin(word) {
   look(pinned);
 }
 
-function move(event) {
-  const word = event.target.closest(".word"), words = [...target.querySelectorAll(".word")];
-  const isReversed = getComputedStyle(target).direction === "rtl";
-  const steps = { ArrowRight: isReversed ? -1 : 1, ArrowLeft: isReversed ? 1 : -1 };
-  if (event.key === "Escape") pin(null);
-  if (word && (event.key === "Enter" || event.key === " ")) pin(word);
-  else if (word && event.key in steps) words[words.indexOf(word) + steps[event.key]]?.focus();
-  else return;
-  event.preventDefault();
-}
-
 function fill(select, options, value) {
   select.replaceChildren();
   for (const { code, name } of options) element("option", name, select).value = code;
@@ -256,71 +223,47 @@ function findSwapped() {
 
 function swap() {
   const [{ name }, sourceLang, targetLang] = [findSwapped(), at("source-lang").value, at("target-lang").value];
-  if (answer.sentences.length) source.value = targetText();
+  if (answer.sentences.length) source.value = target.textContent;
   setModel(name, targetLang, sourceLang);
 }
 
 function count() {
-  const length = Array.from(source.value).length;
-  at("count").textContent = `${length.toLocaleString("en")} / ${settings.max_text_characters.toLocaleString("en")}`;
-  at("clear").hidden = !length;
-  at("example").hidden = length || !(source.lang in settings.examples);
+  showLength(settings.max_text_characters);
+  at("example").hidden = source.value || !(source.lang in settings.examples);
   pinned = null;
   look(null);
 }
 
-function setTheme(theme) {
-  const isDark = theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  if (theme) document.documentElement.dataset.theme = theme;
-  at("theme").textContent = isDark ? "Light theme" : "Dark theme";
-  at("theme").onclick = () => setTheme(remember("localStorage", "metaphrase-theme", isDark ? "light" : "dark") ?? (isDark ? "light" : "dark"));
-}
-
 function listen() {
-  source.addEventListener("input", (event) => {
-    count();
-    // An unfinished character of an input method is no text yet.
-    if (!event.isComposing) wait();
-  });
-  source.addEventListener("compositionend", () => wait());
+  listenToTexts({ count, translate, choose: pin });
   target.addEventListener("pointerover", (event) => event.pointerType === "mouse" && look(event.target.closest(".word") ?? pinned));
   target.addEventListener("pointerleave", () => look(pinned));
-  target.addEventListener("focusin", (event) => {
-    for (const word of target.querySelectorAll(".word[tabindex='0']")) word.tabIndex = -1;
-    event.target.tabIndex = 0;
-    look(event.target);
-  });
+  target.addEventListener("focusin", (event) => look(event.target));
   target.addEventListener("focusout", () => look(pinned));
-  target.addEventListener("click", (event) => event.target.closest(".word") && pin(event.target.closest(".word")));
-  target.addEventListener("keydown", move);
   at("key-field").addEventListener("submit", (event) => event.preventDefault());
   key.addEventListener("change", () => {
-    remember("sessionStorage", "metaphrase-key", key.value);
+    rememberKey(key.value);
     translate();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(remember("localStorage", "metaphrase-theme")));
   at("model").addEventListener("change", () => setModel(at("model").value, at("source-lang").value, at("target-lang").value));
   for (const id of ["source-lang", "target-lang"]) at(id).addEventListener("change", setLanguages);
   at("wants-more").addEventListener("change", translate);
   at("swap").addEventListener("click", swap);
-  for (const [id, text] of [["clear", () => ""], ["example", () => settings.examples[source.lang]]])
-    at(id).addEventListener("click", () => {
-      source.value = text();
-      count();
-      translate();
-      source.focus();
-    });
-  at("copy").addEventListener("click", () => navigator.clipboard.writeText(targetText()).then(() => say("Copied."), () => say("The browser does not let the page copy.", true)));
+  at("example").addEventListener("click", () => {
+    source.value = settings.examples[source.lang];
+    count();
+    translate();
+    source.focus();
+  });
 }
 
 async function start() {
-  setTheme(remember("localStorage", "metaphrase-theme"));
   try {
     settings = await call("ui/settings");
   } catch (error) {
     return fail(error);
   }
-  key.value = remember("sessionStorage", "metaphrase-key") ?? "";
+  key.value = rememberKey();
   at("key-field").hidden = !settings.needs_key;
   fill(at("model"), settings.models.map(({ name }) => ({ code: name, name })));
   setModel(settings.models[0].name);

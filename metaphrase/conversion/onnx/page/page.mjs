@@ -2,34 +2,14 @@
 
 import { load, TooLongError } from "./metaphrase.mjs";
 
-const at = (id) => document.getElementById(id);
-const DELAY_MILLISECONDS = 250;
 const MAX_CHARACTERS = 10_000;
 // Between decoding steps the browser draws and takes keys.
 const MILLISECONDS_BETWEEN_PAUSES = 30;
 const MAX_KEPT_RESULTS = 500;
-// A module of one function with a vector operation.
-const SIMD_MODULE = [0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253, 15, 253, 98, 11];
-const source = at("source"), target = at("target");
 const results = new Map();
-let model, timer, run = 0, isCut = false, isRefused = false, active = null;
+let model, run = 0, isCut = false, isRefused = false, active = null;
 
 class StoppedError extends Error {}
-
-// A browser may refuse to store anything.
-function remember(name, value) {
-  try {
-    if (value !== undefined) localStorage.setItem(name, value);
-    return localStorage.getItem(name);
-  } catch {
-    return null;
-  }
-}
-
-function say(text, isWrong = false) {
-  at("status").textContent = text;
-  at("status").classList.toggle("wrong", isWrong);
-}
 
 function refuse(text) {
   isRefused = true;
@@ -60,9 +40,6 @@ async function fetchBytes(url, onProgress) {
 }
 
 async function start() {
-  setTheme(remember("metaphrase-theme"));
-  const isSupported = typeof WebAssembly === "object" && WebAssembly.validate(new Uint8Array(SIMD_MODULE));
-  if (!isSupported) return refuse("This browser cannot run the model: it has no WebAssembly with SIMD. A browser of 2021 or newer has.");
   let library;
   showProgress("Loading the library");
   try {
@@ -88,7 +65,8 @@ async function start() {
   offerSearches();
   source.disabled = false;
   source.focus();
-  listen();
+  listenToTexts({ count, translate, choose });
+  for (const id of ["search", "splits"]) at(id).addEventListener("change", translate);
   count();
   translate();
 }
@@ -192,13 +170,6 @@ function draw(parts) {
   look(null);
 }
 
-function element(name, text, parent) {
-  const made = document.createElement(name);
-  made.textContent = text;
-  parent.append(made);
-  return made;
-}
-
 function drawSentence(result) {
   if (result instanceof TooLongError) {
     element("span", `[${result.message}]`, target).className = "wrong";
@@ -240,59 +211,7 @@ function look(word) {
   words.append(sourceText.slice(offset));
 }
 
-function move(event) {
-  const word = event.target.closest(".word"), words = [...target.querySelectorAll(".word")];
-  const isReversed = getComputedStyle(target).direction === "rtl";
-  const steps = { ArrowRight: isReversed ? -1 : 1, ArrowLeft: isReversed ? 1 : -1 };
-  if (event.key === "Escape") look(null);
-  else if (word && (event.key === "Enter" || event.key === " ")) look(word === active ? null : word);
-  else if (word && event.key in steps) words[words.indexOf(word) + steps[event.key]]?.focus();
-  else return;
-  event.preventDefault();
-}
-
-function count() {
-  const length = Array.from(source.value).length;
-  at("count").textContent = `${length.toLocaleString("en")} / ${MAX_CHARACTERS.toLocaleString("en")}`;
-  at("clear").hidden = !length;
-}
-
-function setTheme(theme) {
-  const isDark = theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  if (theme) document.documentElement.dataset.theme = theme;
-  at("theme").textContent = isDark ? "Light theme" : "Dark theme";
-  at("theme").hidden = false;
-  at("theme").onclick = () => setTheme(remember("metaphrase-theme", isDark ? "light" : "dark") ?? (isDark ? "light" : "dark"));
-}
-
-function listen() {
-  const wait = () => {
-    clearTimeout(timer);
-    timer = setTimeout(translate, DELAY_MILLISECONDS);
-  };
-  source.addEventListener("input", (event) => {
-    count();
-    // An unfinished character of an input method is no text yet.
-    if (!event.isComposing) wait();
-  });
-  source.addEventListener("compositionend", wait);
-  for (const id of ["search", "splits"]) at(id).addEventListener("change", translate);
-  target.addEventListener("click", (event) => {
-    const word = event.target.closest(".word");
-    if (word) look(word === active ? null : word);
-  });
-  target.addEventListener("focusin", (event) => {
-    for (const word of target.querySelectorAll(".word[tabindex='0']")) word.tabIndex = -1;
-    event.target.tabIndex = 0;
-  });
-  target.addEventListener("keydown", move);
-  at("clear").addEventListener("click", () => {
-    source.value = "";
-    count();
-    translate();
-    source.focus();
-  });
-  at("copy").addEventListener("click", () => navigator.clipboard.writeText(target.textContent).then(() => say("Copied."), () => say("The browser does not let the page copy.", true)));
-}
+const choose = (word) => look(word === active ? null : word);
+const count = () => showLength(MAX_CHARACTERS);
 
 start();
