@@ -3,7 +3,7 @@ import gzip
 import json
 import math
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import chain, pairwise, permutations
 
 import datasets
 import numpy as np
@@ -147,19 +147,15 @@ def test_span_lengths_are_poisson_distributed_in_random_order(mean):
 
 
 def test_sentences_take_each_order_within_their_document():
-    ids = np.array([9, STOP, 9, 9, STOP, QUESTION, STOP, 9])
-    assert denoising.sentence_ends(ids, [STOP, QUESTION]).tolist() == [2, 7, 8]
-    assert denoising.sentence_ends(ids, []).tolist() == [8]
-    sentences = [[10, STOP], [11, 12, 13, STOP], [14, 15, STOP]]
-    block = np.array([*np.concatenate(sentences), END, *np.concatenate(sentences)])
-    orders = Counter()
+    # Several marks end one sentence, and the last sentence needs none.
+    sentences = [[10, STOP], [11, 12, QUESTION, STOP, QUESTION], [14, 15]]
+    document, orders, objective = [*chain(*sentences)], Counter(), infilling(full_stop_ids=[STOP, QUESTION])
     for seed in range(1500):
-        shuffled = OBJECTIVES["text_infilling"].permute_sentences(block, generator(seed))
-        for part in np.split(shuffled, np.flatnonzero(shuffled == END)):
-            part = part[part != END]
-            parts = np.split(part, denoising.sentence_ends(part, [STOP])[:-1])
-            orders[tuple(sentences.index(sentence.tolist()) for sentence in parts)] += 1
-    assert len(orders) == 6 and min(orders.values()) > 380 and orders.total() == 3000
+        shuffled = objective.permute_sentences(np.array([*document, END, END, *document]), generator(seed)).tolist()
+        assert shuffled[len(document) :][:2] == [END, END]
+        orders.update(map(tuple, (shuffled[: len(document)], shuffled[-len(document) :])))
+    assert set(orders) == {tuple(chain(*order)) for order in permutations(sentences)}
+    assert min(orders.values()) > 380 and orders.total() == 3000
 
 
 def test_the_seven_denoisers_have_equal_shares_their_modes_and_no_lost_token():
