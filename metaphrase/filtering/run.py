@@ -19,6 +19,7 @@ from metaphrase.data.pairs import PROBLEMS, SIDES, PairProblem, PairSource, Reco
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
 from metaphrase.filtering.rules import RULES, FilterSettings, Pair, PairRules, load_detector, normal_form, normalize
+from metaphrase.inference.line_files import as_lines
 from metaphrase.storage.folders import WriteLock, file_in_one_step, json_text, read_fields, write_json
 from metaphrase.tokenization.texts import shard_range
 
@@ -28,7 +29,6 @@ PAIRS_PER_CHUNK = 10_000
 NUM_EXAMPLES = 5
 _SEED = 0
 _STATE = "state.json"
-_LINE_BREAKS = str.maketrans("\r\n", "  ")
 _TSV_BREAKS = str.maketrans("\t\r\n", "   ")
 # Returns the dual cross-entropy score of each pair, from 0 to 1.
 PairScorer = Callable[[Sequence[Pair]], Sequence[float]]
@@ -200,7 +200,7 @@ class WorkFolder:
     """
 
     def __init__(self, outputs: Mapping[str, Path], key: Mapping[str, Any], *, resume: bool):
-        """Read the state of a stopped run, which must have the same `key`. Nothing is written before `with`."""
+        """Read the state of a stopped run, which must have the same `key`. Nothing is written."""
         self.outputs, self._key = dict(outputs), json.loads(json.dumps(key))
         self.path = partial_path(next(iter(self.outputs.values())))
         saved = read_fields(self.path / _STATE)
@@ -221,14 +221,6 @@ class WorkFolder:
         self.state: dict[str, Any] = saved["state"]
         self._sizes: dict[str, int] = saved["sizes"]
 
-    def __enter__(self) -> "WorkFolder":
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = WriteLock(self.path, "output")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
     def cut_files(self) -> None:
         """Cut off what was appended after the state, and make the outputs, of which some may stay empty."""
         for name, size in self._sizes.items():
@@ -242,12 +234,12 @@ class WorkFolder:
                 os.truncate(path, self._sizes.get(path.name, 0))
         # Marks the folder of a run.
         self.save(self.state)
-        for name in self.outputs:
+        for name in self.outputs.keys() - self._sizes.keys():
             self.append(name, b"")
 
     def append(self, name: str, content: bytes) -> None:
         """Append to an output, which is compressed if its path ends in .gz, or to a file of the run itself."""
-        if name in self.outputs and self.outputs[name].name.endswith(".gz") and content:
+        if name in self.outputs and self.outputs[name].name.endswith(".gz"):
             # A gzip file may have any number of members. Without a time, equal content has equal bytes.
             content = gzip.compress(content, mtime=0)
         with open(self.path / name, "ab") as file:
@@ -264,8 +256,6 @@ class WorkFolder:
         for name, path in self.outputs.items():
             # A run that was killed here has moved some of them.
             if (self.path / name).exists():
-                if path.name.endswith(".gz") and not (self.path / name).stat().st_size:
-                    (self.path / name).write_bytes(gzip.compress(b"", mtime=0))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(self.path / name, path)
         # The state goes last, so that a run which is killed here can be resumed.
@@ -312,7 +302,8 @@ def filter_pairs(
     folder = WorkFolder(files, key | identity, resume=resume)
     result = folder.state.get("report") or {"read": 0, "kept": 0, "dropped": {}, "examples": {}}
     pair_filter = None if folder.state.get("is_finished") else PairFilter(source, settings, score_pairs)
-    with folder:
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with WriteLock(folder.path, "output"):
         if pair_filter is not None:
             folder.cut_files()
             part = shard_range(pair_filter.num_records, shard)
@@ -329,8 +320,7 @@ def filter_pairs(
                 pairs = [pair for rule, pair in verdicts if not rule]
                 lines = {"output_0": itertools.starmap(format_pair, pairs)}
                 if "output_1" in files:
-                    sides = zip(("output_0", "output_1"), zip(*pairs, strict=True), strict=False)
-                    lines = {name: (f"{text.translate(_LINE_BREAKS)}\n" for text in side) for name, side in sides}
+                    lines = {f"output_{side}": as_lines(pair[side] for pair in pairs) for side in (0, 1)}
                 if rejected is not None:
                     lines["rejected"] = [tsv_line(rule, *pair) for rule, pair in verdicts if rule]
                 for name, texts in lines.items():

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.serving.batcher import Ticket
-from metaphrase.serving.gate import DOWNLOAD_PATH, WRONG_KEY, read_key
+from metaphrase.serving.gate import WRONG_KEY, read_key
 from metaphrase.serving.models import base_code, check_fields, identify_languages, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service, check_query
 from metaphrase.texts.whole_texts import FILE_SUFFIXES, read_file
@@ -122,7 +122,8 @@ def make_router(service: Service) -> APIRouter:
             del files[next(iter(files))]
         return JSONResponse({"translatedFileUrl": str(request.url_for("download_file", name=name))})
 
-    @router.get(DOWNLOAD_PATH + "{name}")
+    # Nobody can guess the name of a file, so this path and that of the languages need no key.
+    @router.get("/download_file/{name}")
     async def download_file(name: str) -> Response:
         if name not in files:
             raise HTTPException(404, "The server no longer has this file. Send the request again.")

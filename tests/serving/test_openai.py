@@ -130,5 +130,5 @@ def test_client_raises_its_errors(client, complete, url):
     for messages in ([], [{"role": "system", "content": "Be brief."}]):
         with pytest.raises(openai.BadRequestError, match="role user"):
             client.chat.completions.create(model="en-de", messages=messages)
-    with pytest.raises(openai.NotFoundError, match=r"/v1/chat/completions and .* got POST /v1/embeddings"):
+    with pytest.raises(openai.NotFoundError, match="Not Found"):
         client.embeddings.create(model="en-de", input="a cat")
