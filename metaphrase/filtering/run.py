@@ -20,6 +20,7 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
 from metaphrase.filtering.rules import RULES, FilterSettings, Pair, PairRules, load_detector, normal_form, normalize
 from metaphrase.inference.line_files import as_lines
+from metaphrase.inference.progress import progress_bar
 from metaphrase.storage.folders import WriteLock, file_in_one_step, json_text, read_fields, write_json
 from metaphrase.tokenization.texts import shard_range
 
@@ -280,8 +281,7 @@ def filter_pairs(
     score_pairs: PairScorer | None = None,
     shard: tuple[int, int] | None = None,
     resume: bool = False,
-    on_start: Callable[[int, int], None] = lambda total, done: None,
-    on_chunk: Callable[[int], None] = lambda count: None,
+    show_progress: bool | None = False,
 ) -> dict[str, Any]:
     """Write the pairs that break no rule, and return the report of `count_verdicts`.
 
@@ -290,7 +290,6 @@ def filter_pairs(
         rejected: TSV file for the dropped pairs: rule, source, target.
         shard: Number of the part of the pairs to filter, from 1, and number of parts. Each run learns from all pairs, but knows
             only the duplicates in its part.
-        on_start: Called with the number of pairs, and that of the pairs that a stopped run has done.
     """
     files = {f"output_{number}": Path(path) for number, path in enumerate(outputs)}
     files |= {name: Path(path) for name, path in (("rejected", rejected), ("report", report)) if path is not None}
@@ -307,28 +306,29 @@ def filter_pairs(
         if pair_filter is not None:
             folder.cut_files()
             part = shard_range(pair_filter.num_records, shard)
-            on_start(len(part), result["read"])
-            format_pair = (
-                tsv_line if "output_1" in files else pair_formatter(files["output_0"].name.removesuffix(".gz"))
-            )
+            if result["read"]:
+                logger.info("Resuming %s at pair %d.", outputs[0], result["read"] + 1)
+            is_parallel = len(outputs) == 2
+            format_pair = tsv_line if is_parallel else pair_formatter(files["output_0"].name.removesuffix(".gz"))
             hashes = ((folder.path / name) for name in ("pairs", "sources"))
             seen_pairs, seen_sources = (SeenHashes(path.read_bytes() if path.exists() else b"") for path in hashes)
             records = itertools.islice(source.records(), part.start + result["read"], part.stop)
-            while chunk := list(itertools.islice(records, PAIRS_PER_CHUNK)):
-                verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
-                count_verdicts(result, verdicts)
-                pairs = [pair for rule, pair in verdicts if not rule]
-                lines = {"output_0": itertools.starmap(format_pair, pairs)}
-                if "output_1" in files:
-                    lines = {f"output_{side}": as_lines(pair[side] for pair in pairs) for side in (0, 1)}
-                if rejected is not None:
-                    lines["rejected"] = [tsv_line(rule, *pair) for rule, pair in verdicts if rule]
-                for name, texts in lines.items():
-                    folder.append(name, "".join(texts).encode("utf-8"))
-                folder.append("pairs", pair_hashes)
-                folder.append("sources", source_hashes)
-                folder.save({"report": result})
-                on_chunk(len(chunk))
+            with progress_bar(len(part), "pairs", show_progress, result["read"]) as bar:
+                while chunk := list(itertools.islice(records, PAIRS_PER_CHUNK)):
+                    verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
+                    count_verdicts(result, verdicts)
+                    pairs = [pair for rule, pair in verdicts if not rule]
+                    lines = {"output_0": "".join(itertools.starmap(format_pair, pairs))}
+                    if is_parallel:
+                        lines = {f"output_{side}": as_lines(pair[side] for pair in pairs) for side in (0, 1)}
+                    if rejected is not None:
+                        lines["rejected"] = "".join(tsv_line(rule, *pair) for rule, pair in verdicts if rule)
+                    for name, text in lines.items():
+                        folder.append(name, text.encode("utf-8"))
+                    folder.append("pairs", pair_hashes)
+                    folder.append("sources", source_hashes)
+                    folder.save({"report": result})
+                    bar.update(len(chunk))
             if report is not None:
                 content = result | {"files": [name for name, *_ in stats], "settings": key}
                 if pair_filter.alignment is not None:

@@ -82,15 +82,16 @@ def make_router(service: Service) -> APIRouter:
 
 async def _events(service: Service, model: ServedModel, query: Query) -> AsyncIterator[dict[str, Any]]:
     """Yield one event for each piece, and one with the whole text."""
-    texts = []
+    texts, token = [], {"id": 0, "text": "", "logprob": 0.0, "special": True}
     async for piece, reason in stream_target(service, model, query):
         if piece:
-            yield {"index": len(texts), "token": _token(piece, False), "generated_text": None, "details": None}
+            written = token | {"text": piece, "special": False}
+            yield {"index": len(texts), "token": written, "generated_text": None, "details": None}
             texts.append(piece)
         if reason is not None:
             text = "".join(texts)
             details = await _make_details(service, model, query, [text], reason == "stop")
-            yield {"index": len(texts), "token": _token("", True), "generated_text": text, "details": details}
+            yield {"index": len(texts), "token": token, "generated_text": text, "details": details}
 
 
 async def _make_details(
@@ -99,7 +100,3 @@ async def _make_details(
     num_source_tokens, num_tokens = await service.run_in_thread(lambda: model.count_tokens(query.texts, targets))
     reason = "eos_token" if is_finished else "length"
     return {"finish_reason": reason, "generated_tokens": num_tokens, "input_length": num_source_tokens, "seed": None}
-
-
-def _token(text: str, special: bool) -> dict[str, Any]:
-    return {"id": 0, "text": text, "logprob": 0.0, "special": special}
