@@ -89,21 +89,12 @@ function show(result) {
 function draw() {
   target.replaceChildren(answer.layout[0]);
   for (const [index, sentence] of answer.sentences.entries()) {
-    let number = 0;
-    for (const part of sentence.targets[sentence.chosen].split(/(\s+)/)) {
-      if (!part.trim()) {
-        target.append(part);
-        continue;
-      }
-      const word = element("span", part, target);
-      word.className = "word";
-      Object.assign(word, { role: "button", tabIndex: index + number ? -1 : 0 });
-      Object.assign(word.dataset, { sentence: index, word: number++ });
-    }
+    const text = sentence.targets[sentence.chosen];
+    appendWords(text, wordsOf(text), { sentence: index });
     target.append(answer.layout[index + 1]);
   }
   at("spoken").textContent = target.textContent;
-  at("copy").hidden = !navigator.clipboard || !answer.sentences.length;
+  offerWords();
   look(null);
   drawAlternatives();
 }
@@ -133,20 +124,12 @@ function drawAlternatives() {
 // The direction of a text does not reach the words around it.
 const isolate = (text) => `\u2068${text}\u2069`;
 
-function drawMirror(sentence, words = [], weights = []) {
-  const text = source.value, mirror = at("mirror"), highest = Math.max(...weights);
-  let offset = 0;
-  mirror.replaceChildren();
-  for (const [index, word] of words.entries()) {
-    if (weights[index] < 0.05 * highest) continue;
-    const start = sentence.start + word.index;
-    mirror.append(text.slice(offset, start));
-    element("mark", word[0], mirror).style.setProperty("--weight", weights[index] / highest);
-    offset = start + word[0].length;
-  }
-  // A last line break needs a line of its own.
-  mirror.append(text.slice(offset) + "\n");
+function wordsOf(text, offset = 0) {
+  return Array.from(text.matchAll(/\S+/g), ({ 0: word, index }) => ({ start: offset + index, end: offset + index + word.length }));
 }
+
+// A last line break needs a line of its own.
+const drawMirror = (words, weights) => drawMarks(at("mirror"), source.value + "\n", words, weights);
 
 // Marks the source words that a target word attends to.
 async function look(word) {
@@ -154,10 +137,10 @@ async function look(word) {
   for (const element of target.querySelectorAll(".active, .pinned")) element.classList.remove("active", "pinned");
   pinned?.classList.add("pinned");
   word?.classList.add("active");
-  drawMirror();
+  drawMirror([], []);
   at("reading").textContent = answer.sentences.length && model.has_attention ? "Choose a word of the target to see the source words that it attends to." : "";
   if (!word || !model.has_attention || source.value !== answer.text) return;
-  const sentence = answer.sentences[word.dataset.sentence], texts = { source: sentence.source, target: sentence.targets[sentence.chosen] };
+  const sentence = answer.sentences[word.sentence], texts = { source: sentence.source, target: sentence.targets[sentence.chosen] };
   if (!sentence.maps[sentence.chosen]) {
     // The pointer may only pass.
     await new Promise((resolve) => setTimeout(resolve, 80));
@@ -166,10 +149,10 @@ async function look(word) {
   try {
     const map = await (sentence.maps[sentence.chosen] ??= call("ui/attention", { ...fields(), ...texts }));
     if (word !== current || source.value !== answer.text) return;
-    const words = [...sentence.source.matchAll(/\S+/g)], weights = map.weights[word.dataset.word];
+    const words = wordsOf(sentence.source, sentence.start), weights = map.weights[word.index];
     if (words.length !== map.source_words.length || !weights) return;
-    drawMirror(sentence, words, weights);
-    const best = words.map((match, index) => [weights[index], match[0]]).sort((a, b) => b[0] - a[0]).slice(0, 3);
+    drawMirror(words, weights);
+    const best = map.source_words.map((text, index) => [weights[index], text]).sort((a, b) => b[0] - a[0]).slice(0, 3);
     const shares = best.filter(([weight]) => weight >= 0.01).map(([weight, text]) => `${isolate(text)} ${Math.round(100 * weight)} %`);
     at("reading").textContent = `${isolate(word.textContent)} ← ${shares.join(", ") || "special tokens only"}`;
   } catch (error) {
@@ -181,7 +164,7 @@ async function look(word) {
 function pin(word) {
   pinned = word === pinned ? null : word;
   if (word) {
-    open = Number(word.dataset.sentence);
+    open = word.sentence;
     drawAlternatives();
   }
   look(pinned);
@@ -210,7 +193,8 @@ function setLanguages() {
   source.lang = at("source-lang").value;
   target.lang = at("target-lang").value;
   at("swap").hidden = !findSwapped();
-  at("example").textContent = `Example: ${isolate(settings.examples[source.lang])}`;
+  at("example").value = settings.examples[source.lang];
+  at("example").textContent = `Example: ${isolate(at("example").value)}`;
   count();
   translate();
 }
@@ -249,12 +233,6 @@ function listen() {
   for (const id of ["source-lang", "target-lang"]) at(id).addEventListener("change", setLanguages);
   at("wants-more").addEventListener("change", translate);
   at("swap").addEventListener("click", swap);
-  at("example").addEventListener("click", () => {
-    source.value = settings.examples[source.lang];
-    count();
-    translate();
-    source.focus();
-  });
 }
 
 async function start() {

@@ -23,6 +23,41 @@ function showLength(most) {
   at("clear").hidden = !length;
 }
 
+// Append a text to the target. Its words can be chosen, and have fields.
+function appendWords(text, words, fields) {
+  let offset = 0;
+  for (const [index, { start, end }] of words.entries()) {
+    target.append(text.slice(offset, start));
+    const word = element("span", text.slice(start, end), target);
+    Object.assign(word, { className: "word", role: "button", tabIndex: -1, index, ...fields });
+    offset = end;
+  }
+  target.append(text.slice(offset));
+}
+
+// Let the Tab key reach the first word.
+function offerWords() {
+  const first = target.querySelector(".word");
+  if (first) first.tabIndex = 0;
+  at("copy").hidden = !first || !navigator.clipboard;
+}
+
+// Write a text in which words have marks by their weights.
+function drawMarks(holder, text, words, weights) {
+  const highest = Math.max(...weights);
+  let offset = 0;
+  holder.replaceChildren();
+  for (const [index, { start, end }] of words.entries()) {
+    if (weights[index] < 0.05 * highest) continue;
+    holder.append(text.slice(offset, start));
+    const mark = element("mark", text.slice(start, end), holder);
+    mark.style.setProperty("--weight", weights[index] / highest);
+    mark.title = `${Math.round(100 * weights[index])} %`;
+    offset = end;
+  }
+  holder.append(text.slice(offset));
+}
+
 // Call functions of a page: `count` after each change of the source, `translate` a moment later, and `choose` for a word of the
 // target, or null to leave all words.
 function listenToTexts({ count, translate, choose }) {
@@ -37,12 +72,14 @@ function listenToTexts({ count, translate, choose }) {
     if (!event.isComposing) wait();
   });
   source.addEventListener("compositionend", wait);
-  at("clear").addEventListener("click", () => {
-    source.value = "";
+  const replace = (text) => {
+    source.value = text;
     count();
     translate();
     source.focus();
-  });
+  };
+  at("clear").addEventListener("click", () => replace(""));
+  at("example")?.addEventListener("click", () => replace(at("example").value));
   target.addEventListener("click", (event) => wordOf(event) && choose(wordOf(event)));
   target.addEventListener("focusin", (event) => {
     for (const word of target.querySelectorAll(".word[tabindex='0']")) word.tabIndex = -1;

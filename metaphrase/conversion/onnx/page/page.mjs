@@ -7,12 +7,9 @@ const MAX_CHARACTERS = 10_000;
 const MILLISECONDS_BETWEEN_PAUSES = 30;
 const MAX_KEPT_RESULTS = 500;
 const results = new Map();
-let model, run = 0, isCut = false, isRefused = false, active = null;
-
-class StoppedError extends Error {}
+let model, run = 0, active = null;
 
 function refuse(text) {
-  isRefused = true;
   at("bar").hidden = true;
   at("phase").textContent = text;
   at("phase").classList.add("wrong");
@@ -20,7 +17,7 @@ function refuse(text) {
 
 function showProgress(name, loaded, total) {
   // Other files may still load after an error.
-  if (isRefused) return;
+  if (at("bar").hidden) return;
   at("phase").textContent = name;
   if (total) Object.assign(at("bar"), { value: Math.min(loaded, total), max: total });
   else at("bar").removeAttribute("value");
@@ -72,34 +69,20 @@ async function start() {
 }
 
 function offerSearches() {
-  const own = model.settings.num_beams ?? 1;
-  for (const [value, name] of [[1, "Greedy"], [own > 1 ? own : 4, `${own > 1 ? own : 4} beams`]]) {
-    const option = document.createElement("option");
-    Object.assign(option, { value, textContent: name, selected: value === own });
-    at("search").append(option);
-  }
+  const own = model.settings.num_beams ?? 1, beams = own > 1 ? own : 4;
+  for (const [value, name] of [[1, "Greedy"], [beams, `${beams} beams`]])
+    Object.assign(element("option", name, at("search")), { value, selected: value === own });
 }
 
 // Return sentences and the layout between them, in turn: layout, sentence, layout, ...
 function split(text) {
-  const parts = [""];
-  const add = (sentence, layout) => parts.push(sentence, layout);
+  const parts = [""], segmenter = new Intl.Segmenter(undefined, { granularity: "sentence" });
   for (const line of text.split(/(\r\n|\r|\n)/)) {
-    if (!line.trim()) {
-      parts[parts.length - 1] += line;
-      continue;
-    }
-    const isDivided = at("splits").checked && typeof Intl.Segmenter === "function";
-    const pieces = isDivided ? Array.from(new Intl.Segmenter(undefined, { granularity: "sentence" }).segment(line), ({ segment }) => segment) : [line];
+    const pieces = at("splits").checked ? Array.from(segmenter.segment(line), ({ segment }) => segment) : [line];
     for (const piece of pieces) {
-      const sentence = piece.trim();
-      if (!sentence) {
-        parts[parts.length - 1] += piece;
-        continue;
-      }
-      const begin = piece.indexOf(sentence);
+      const sentence = piece.trim(), begin = sentence ? piece.indexOf(sentence) : piece.length;
       parts[parts.length - 1] += piece.slice(0, begin);
-      add(sentence, piece.slice(begin + sentence.length));
+      if (sentence) parts.push(sentence, piece.slice(begin + sentence.length));
     }
   }
   return parts;
@@ -124,10 +107,10 @@ async function translate() {
       await new Promise((resolve) => setTimeout(resolve));
       last = performance.now();
     }
-    if (own !== run) throw new StoppedError();
+    if (own !== run) throw new Error("stopped");
   };
-  isCut = false;
   try {
+    let isCut = false;
     for (let index = 1; index < parts.length; index += 2) {
       drawn[index] = await find(parts[index], num_beams, onStep);
       if (own !== run) return;
@@ -136,11 +119,10 @@ async function translate() {
     draw(drawn);
     const isWrong = isCut || drawn.some((part) => part instanceof TooLongError);
     say(isCut ? "A target met the length limit and is cut." : isWrong ? "A part of the text is too long." : `${Math.round(performance.now() - begin)} ms`, isWrong);
-    target.setAttribute("aria-busy", "false");
   } catch (error) {
-    if (error instanceof StoppedError) return;
-    target.setAttribute("aria-busy", "false");
-    say(`The model failed: ${error?.message ?? error}`, true);
+    if (own === run) say(`The model failed: ${error?.message ?? error}`, true);
+  } finally {
+    if (own === run) target.setAttribute("aria-busy", "false");
   }
 }
 
@@ -161,29 +143,17 @@ async function find(sentence, num_beams, onStep) {
 function draw(parts) {
   target.replaceChildren(parts[0]);
   for (let index = 1; index < parts.length; index += 2) {
-    drawSentence(parts[index]);
+    const result = parts[index];
+    if (result instanceof TooLongError) {
+      element("span", `[${result.message}]`, target).className = "wrong";
+    } else {
+      const map = (result.map ??= model.align(result));
+      appendWords(map.targetText, map.targetWords, { map });
+    }
     target.append(parts[index + 1]);
   }
-  const first = target.querySelector(".word");
-  if (first) first.tabIndex = 0;
-  at("copy").hidden = !first || !navigator.clipboard;
+  offerWords();
   look(null);
-}
-
-function drawSentence(result) {
-  if (result instanceof TooLongError) {
-    element("span", `[${result.message}]`, target).className = "wrong";
-    return;
-  }
-  const map = (result.map ??= model.align(result));
-  let offset = 0;
-  for (const [index, word] of map.targetWords.entries()) {
-    target.append(map.targetText.slice(offset, word.start));
-    const span = element("span", word.text, target);
-    Object.assign(span, { className: "word", role: "button", tabIndex: -1, map, index });
-    offset = word.end;
-  }
-  target.append(map.targetText.slice(offset));
 }
 
 // Mark the source words that a target word attends to.
@@ -191,24 +161,11 @@ function look(word) {
   active?.classList.remove("active");
   active = word;
   word?.classList.add("active");
-  const words = at("words"), weights = word?.map.weights[word.index] ?? [];
-  const highest = Math.max(0, ...weights);
-  words.hidden = !highest;
-  words.replaceChildren();
+  const weights = word?.map.weights[word.index] ?? [], highest = Math.max(0, ...weights);
+  at("words").hidden = !highest;
   const hasWords = target.querySelector(".word");
   at("hint").textContent = !hasWords ? "" : !word ? "Choose a word of the target to see its source words." : highest ? `Source words of \u2068${word.textContent}\u2069:` : "This model shows no source words.";
-  if (!highest) return;
-  const { sourceText, sourceWords } = word.map;
-  let offset = 0;
-  for (const [index, { start, end, text }] of sourceWords.entries()) {
-    words.append(sourceText.slice(offset, start));
-    const share = weights[index] / highest;
-    const part = element(share < 0.05 ? "span" : "mark", text, words);
-    part.style.setProperty("--weight", share);
-    part.title = `${Math.round(100 * weights[index])} %`;
-    offset = end;
-  }
-  words.append(sourceText.slice(offset));
+  if (highest) drawMarks(at("words"), word.map.sourceText, word.map.sourceWords, weights);
 }
 
 const choose = (word) => look(word === active ? null : word);
