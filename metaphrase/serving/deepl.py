@@ -81,12 +81,11 @@ def make_router(service: Service) -> APIRouter:
     async def languages(request: Request) -> Response:
         # The client sends a form, though a GET has no body.
         side = dict(request.query_params) | dict(parse_qsl((await request.body()).decode()))
-        pairs = service.targets_by_source
         if side.get("type", "source") == "source":
-            return JSONResponse([{"language": code.upper(), "name": name_of(code)} for code in pairs])
+            return JSONResponse([{"language": code.upper(), "name": name_of(code)} for code in service.routes])
         rows = [
             {"language": region, "name": name, "supports_formality": False}
-            for code in dict.fromkeys(code for targets in pairs.values() for code in targets)
+            for code in dict.fromkeys(code for targets in service.routes.values() for code in targets)
             for region, name in _REGIONS.get(code, {code.upper(): name_of(code)}).items()
         ]
         return JSONResponse(rows)

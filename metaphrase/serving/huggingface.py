@@ -1,6 +1,7 @@
 """Hugging Face's API: `huggingface_hub.InferenceClient(model=URL)`, and streams as text-generation-inference sends them."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
-from metaphrase.serving.service import Query, Service, cut_at, stream_target
+from metaphrase.serving.service import Query, Service, answer, cut_at, stream_target
 
 _GENERATED = "generated_text"
 _OUTPUTS = {"translation": "translation_text", "summarization": "summary_text", "text2text-generation": _GENERATED}
@@ -47,7 +48,7 @@ def make_router(service: Service) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter(tags=["Hugging Face"])
 
-    async def answer(request: Request) -> Response:
+    async def generate(request: Request) -> Response:
         body = await read_body(request, Inputs)
         parameters, path = body.parameters or Parameters(), request.url.path
         options = {**(parameters.model_extra or {}), **(parameters.generate_parameters or {})}
@@ -64,7 +65,7 @@ def make_router(service: Service) -> APIRouter:
         model = service.find_model(body.model)
         if body.stream or path == _STREAM:
             return await stream_response(path, _events(service, model, query))
-        result = await service.answer(request, model, query)
+        result = await service.run(request, query, partial(answer, model, query))
         # Clients of all tasks post to the root.
         names = [_PATHS[path]] if path in _PATHS else [_OUTPUTS[model.task], _GENERATED]
         texts = [cut_at(target, query.stops) for row in result.targets for target in row]
@@ -76,7 +77,7 @@ def make_router(service: Service) -> APIRouter:
         return JSONResponse(rows)
 
     for path in ("/", *_PATHS, _STREAM):
-        router.add_api_route(path, answer, methods=["POST"], openapi_extra=schema_of(Inputs))
+        router.add_api_route(path, generate, methods=["POST"], openapi_extra=schema_of(Inputs))
     return router
 
 

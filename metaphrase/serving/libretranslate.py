@@ -54,8 +54,7 @@ class Texts(File):
 def make_router(service: Service) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter(tags=["LibreTranslate"])
-    targets_by_source = service.targets_by_source
-    codes = list(dict.fromkeys([*targets_by_source, *(code for row in targets_by_source.values() for code in row)]))
+    codes = list(dict.fromkeys([*service.routes, *(code for row in service.routes.values() for code in row)]))
 
     def check(request: Request, body: Text | File) -> dict[str, str | None]:
         """Check the key and the languages of a body. Returns the languages as fields of a query, whose source may be unknown."""
@@ -139,7 +138,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.get("/languages")
     async def languages() -> Response:
-        rows = [{"code": code, "name": name_of(code), "targets": targets_by_source.get(code, [])} for code in codes]
-        return JSONResponse(rows)
+        targets = {code: list(service.routes.get(code, ())) for code in codes}
+        return JSONResponse([{"code": code, "name": name_of(code), "targets": targets[code]} for code in codes])
 
     return router

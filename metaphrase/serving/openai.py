@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from metaphrase.errors import MetaphraseError
 from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
-from metaphrase.serving.service import Query, Service, cut_at, stream_target
+from metaphrase.serving.service import Query, Service, answer, cut_at, stream_target
 
 # Values that change nothing, which clients send.
 _DEFAULTS = {"best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "presence_penalty": 0, "suffix": ""}
@@ -70,7 +71,7 @@ def make_router(service: Service) -> APIRouter:
             with_usage = (body.stream_options or {}).get("include_usage", False)
             events = _events(service, model, query, frame, with_usage)
             return await stream_response(request.url.path, events, "data: [DONE]\n\n")
-        result = await service.answer(request, model, query)
+        result = await service.run(request, query, partial(answer, model, query))
         targets = [target for row in result.targets for target in row]
         choices = []
         for index, target in enumerate(targets):

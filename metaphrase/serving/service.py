@@ -1,7 +1,6 @@
 """The way of a request from its endpoint to the models and back: checks, whole texts sentence by sentence, and streams."""
 
 import asyncio
-import collections
 import contextlib
 import functools
 import hmac
@@ -96,39 +95,29 @@ class Service:
         return self.models[name]
 
     @functools.cached_property
-    def routes(self) -> dict[tuple[str, str], ServedModel | Pivot]:
-        """The first model that translates between two languages, or else two models, by source and target language."""
-        direct: dict[tuple[str, str], ServedModel] = {}
+    def routes(self) -> dict[str, dict[str, ServedModel | Pivot]]:
+        """The first model that translates between two languages, or else two models, by source and then by target language."""
+        direct: dict[str, dict[str, ServedModel]] = {}
         for model in self.models.values():
             if model.task == "translation":
-                for pair in itertools.product(model.source_languages, model.target_languages):
-                    direct.setdefault(pair, model)
-        out_of = collections.defaultdict(list)
-        for source, target in direct:
-            out_of[source].append(target)
-        routes: dict[tuple[str, str], ServedModel | Pivot] = dict(direct)
-        # English comes first among several languages between the two, then the order of the models.
-        for (source, middle), first in sorted(direct.items(), key=lambda item: item[0][1] != "en"):
-            for target in out_of.get(middle, ()):
-                if source != target and (source, target) not in routes:
-                    routes[source, target] = Pivot(first, middle, direct[middle, target])
+                for source, target in itertools.product(model.source_languages, model.target_languages):
+                    direct.setdefault(source, {}).setdefault(target, model)
+        routes: dict[str, dict[str, ServedModel | Pivot]] = {source: dict(row) for source, row in direct.items()}
+        for source, row in direct.items():
+            # English comes first among several languages between the two, then the order of the models.
+            for middle in sorted(row, key=lambda code: code != "en"):
+                for target, second in direct.get(middle, {}).items():
+                    if source != target:
+                        routes[source].setdefault(target, Pivot(row[middle], middle, second))
         return routes
-
-    @functools.cached_property
-    def targets_by_source(self) -> dict[str, list[str]]:
-        """Target languages by source language."""
-        targets = collections.defaultdict(list)
-        for source, target in self.routes:
-            targets[source].append(target)
-        return dict(targets)
 
     def find_translator(self, source: str | None, target: str) -> ServedModel | Pivot:
         """Return the route between two languages; `None` is any source language. Raises `UnknownModelError` if there is none."""
         code = base_code(target)
-        sources = [base_code(source)] if source is not None else self.targets_by_source
-        if route := next((self.routes[first, code] for first in sources if (first, code) in self.routes), None):
+        rows = self.routes.values() if source is None else [self.routes.get(base_code(source), {})]
+        if route := next((row[code] for row in rows if code in row), None):
             return route
-        pairs = [f"{a}-{b}" for a, b in self.routes if a != b]
+        pairs = [f"{first}-{second}" for first, row in self.routes.items() for second in row if first != second]
         known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
         pair = target if source is None else f"{source}-{target}"
         raise UnknownModelError(f"A model must know the languages ({known}), got {pair}.")
@@ -187,18 +176,14 @@ class Service:
                 task.cancel()
                 request.state.num_unknown = ticket.num_unknown
 
-    async def answer(self, request: Request, model: ServedModel | Pivot, query: Query) -> Answer:
-        """Generate the targets of a request."""
-        return await self.run(request, query, lambda ticket: answer(model, query, ticket))
-
     def translate_texts(self, query: Query, ticket: Ticket) -> tuple[Answer, list[list[dict[str, Any]]]]:
         """Translate texts, in `run`, from their own language or that of each. Returns also what `identify_languages` does."""
         self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
             languages = [[{"confidence": 100.0, "language": query.source_lang}]] * len(query.texts)
         else:
-            target, pairs = base_code(query.target_lang), self.targets_by_source
-            sources = [source for source in pairs if target in pairs[source]]
+            target = base_code(query.target_lang)
+            sources = [source for source, row in self.routes.items() if target in row]
             texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
             texts, count = ([" ".join(texts)], len(texts)) if query.is_file else (texts, 1)
             languages = identify_languages(texts, sources) * count

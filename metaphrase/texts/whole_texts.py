@@ -116,13 +116,10 @@ class TextDecoder:
             has_tags = sentence.elements or not all(atom.expected for atom in sentence.atoms)
             if target.strip() and (has_tags or sentence.find_atoms(target)[1]):
                 aligned.append(index)
-        links = [Links([], [], [])] * len(sentences)
-        if aligned:
-            pairs = [sentences[index] for index in aligned], [targets[index] for index in aligned]
-            for index, sentence_links in zip(aligned, self.run_alone(lambda: self._align(*pairs)), strict=True):
-                links[index] = sentence_links
-        for sentence, target, sentence_links in zip(sentences, targets, links, strict=True):
-            text, num_placed = sentence.render(target, sentence_links)
+        pairs = [sentences[index] for index in aligned], [targets[index] for index in aligned]
+        links = dict(zip(aligned, self.run_alone(lambda: self._align(*pairs)) if aligned else (), strict=True))
+        for index, sentence in enumerate(sentences):
+            text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])))
             self.counts["num_placed"] += num_placed
             self.placed += [text] * bool(num_placed)
             yield text

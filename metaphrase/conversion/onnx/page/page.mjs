@@ -23,19 +23,6 @@ function showProgress(name, loaded, total) {
   else at("bar").removeAttribute("value");
 }
 
-async function fetchBytes(url, onProgress) {
-  const response = await fetch(url);
-  if (!response.ok) throw new Error(`${url} answers with status ${response.status}`);
-  const total = Number(response.headers.get("Content-Length")), parts = [];
-  let loaded = 0;
-  for (const reader = response.body.getReader(); ;) {
-    const { done, value } = await reader.read();
-    if (done) return new Uint8Array(await new Blob(parts).arrayBuffer());
-    parts.push(value);
-    onProgress((loaded += value.length), total);
-  }
-}
-
 async function start() {
   let library;
   showProgress("Loading the library");
@@ -46,8 +33,9 @@ async function start() {
     // No file comes from another server, nor from an older export of the same address.
     Object.assign(env, { allowLocalModels: true, allowRemoteModels: false, useBrowserCache: false, useWasmCache: false });
     env.backends.onnx.wasm.wasmPaths = { wasm: url(wasm), mjs: url(mjs) };
-    const onProgress = (loaded, total) => showProgress("Loading the library", loaded, total);
-    env.backends.onnx.wasm.wasmBinary = await fetchBytes(url(wasm), onProgress);
+    const response = await fetch(url(wasm));
+    if (!response.ok) throw new Error(`${wasm} answers with status ${response.status}`);
+    env.backends.onnx.wasm.wasmBinary = await response.arrayBuffer();
   } catch (error) {
     return refuse(`The folder library/ is missing or incomplete. “metaphrase export --format web --library node_modules” copies it. (${error.message})`);
   }
