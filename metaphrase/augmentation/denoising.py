@@ -381,7 +381,6 @@ class BlockReport:
 def load_texts(
     file: str | Path,
     max_samples: int | None = None,
-    cache_dir: str | Path | None = None,
     invalid_utf8: Policy = "error",
     max_line_characters: int = MAX_LINE_CHARACTERS,
 ) -> datasets.Dataset:
@@ -391,7 +390,7 @@ def load_texts(
     """
     options = max_line_characters, invalid_utf8 == "skip"
     lines, features = iterate_lines(file, *options), datasets.Features({"text": datasets.Value("string")})
-    texts = read_cached(lambda: zip(lines), features, (options, CACHE_VERSION), (str(file),), cache_dir)
+    texts = read_cached(lambda: zip(lines), features, (options, CACHE_VERSION), (str(file),))
     if not len(texts):
         raise MetaphraseError(f"A text file must hold at least one line, got none in {file}.")
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
@@ -462,10 +461,9 @@ class TextCorpus(PairCorpus):
     def load(self) -> None:
         for split in ("train", "validation"):
             if getattr(self.recipe, f"{split}_text_file") is not None:
+                limits = getattr(self.recipe, f"max_{split}_samples"), self.recipe.invalid_utf8
                 path = self.recipe.data_path(f"{split}_text_file")
-                max_samples = getattr(self.recipe, f"max_{split}_samples")
-                options = {name: getattr(self.recipe, name) for name in ("invalid_utf8", "max_line_characters")}
-                self.splits[split] = load_texts(path, max_samples, **options)
+                self.splits[split] = load_texts(path, *limits, self.recipe.max_line_characters)
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
         # A line that is not UTF-8 is None.

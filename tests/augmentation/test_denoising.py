@@ -268,6 +268,11 @@ def test_epochs_reach_every_process_and_resumed_loaders(skipped):
     assert len({str(pair) for pair in pairs}) == len(pairs) == 2 * (24 - 6 * skipped)
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
 TEXTS = ["abcde", "f", "", "gh ij", " \u3000", "\t", "klmnopqrstuvwxyzabc", "~", "xy"]
 
 
@@ -312,12 +317,12 @@ def test_blocks_joined_are_the_text_and_the_rest_is_counted(monkeypatch, length,
         text_blocks(dataset_of(TEXTS), Letters(), 1000)
 
 
-def test_a_second_run_reads_the_cache_with_all_counts(tmp_path):
+def test_a_second_run_reads_the_cache_with_all_counts(cache, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("".join(text + "\n" for text in TEXTS), encoding="utf-8")
 
     def cut(tokenizers, length=7):
-        return text_blocks(load_texts(file, cache_dir=tmp_path / "cache"), tokenizers, length)
+        return text_blocks(load_texts(file), tokenizers, length)
 
     again, other = Letters(), Letters()
     blocks, report = cut(Letters())
@@ -330,15 +335,15 @@ def test_a_second_run_reads_the_cache_with_all_counts(tmp_path):
     assert cut(Letters())[1].documents == 1
 
 
-def test_lines_are_read_and_unreadable_ones_are_errors_or_counted(tmp_path):
+def test_lines_are_read_and_unreadable_ones_are_errors_or_counted(cache, tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress("\ufeffone\u2028two\r\n\nthree".encode()))
-    assert load_texts(tmp_path / "a.txt.gz", 2, cache_dir=tmp_path / "cache")["text"][:] == ["one\u2028two", ""]
+    assert load_texts(tmp_path / "a.txt.gz", 2)["text"][:] == ["one\u2028two", ""]
     with pytest.raises(FileNotFoundError, match=r"none\.txt"):
         load_texts(tmp_path / "none.txt")
     (tmp_path / "a.txt").write_bytes(b"ab\nb\xffd\n\ncde\n\xc3\n")
     with pytest.raises(ValueError, match="must be UTF-8, but line 2 has the byte 0xff"):
-        load_texts(tmp_path / "a.txt", cache_dir=tmp_path / "cache")
-    texts = load_texts(tmp_path / "a.txt", cache_dir=tmp_path / "cache", invalid_utf8="skip")
+        load_texts(tmp_path / "a.txt")
+    texts = load_texts(tmp_path / "a.txt", invalid_utf8="skip")
     assert texts["text"][:] == ["ab", None, "", "cde", None]
     for _ in range(2):
         blocks, report = text_blocks(texts, Letters(), 7)
