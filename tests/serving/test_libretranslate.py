@@ -12,7 +12,6 @@ import requests
 from identity_engine import identity_generator
 from libretranslatepy import LibreTranslateAPI
 from local_server import running, translators, upper_service
-from tiny_generator import tiny_generator
 
 from metaphrase.serving import Limits, libretranslate
 from metaphrase.serving.batcher import Batcher
@@ -120,14 +119,8 @@ def test_errors_of_a_server_without_languages_say_how_to_name_them():
     assert "start the server with a name such as en-de=FOLDER), got DE." in other.json()["message"]
 
 
-@pytest.fixture(scope="module")
-def url():
-    with running(upper_service(tiny_generator())) as address:
-        yield address
-
-
-def test_markup_and_alternatives_of_a_model(url):
-    languages = {"source": "en", "target": "de"}
+def test_markup_and_alternatives_of_a_model(model_url):
+    url, languages = model_url, {"source": "en", "target": "de", "api_key": "right"}
     body = {"q": "<p>the <b>cat</b></p>", "format": "html", "alternatives": 1, **languages}
     page = requests.post(url + "/translate", json=body).json()
     assert page["translatedText"].startswith("<p>") and page["translatedText"].count("</b>") == 1
@@ -245,7 +238,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("status", "form"), FORMS, ids=range(len(FORMS)))
-def test_forms_with_one_file_are_read_and_others_refused(status, form, url):
-    headers = {"Content-Type": "multipart/form-data; boundary=a"}
-    answer = requests.post(url + "/translate_file", data=form.encode(), headers=headers, timeout=20)
+def test_forms_with_one_file_are_read_and_others_refused(status, form, model_url):
+    headers = {"Content-Type": "multipart/form-data; boundary=a", "Authorization": "Bearer right"}
+    answer = requests.post(model_url + "/translate_file", data=form.encode(), headers=headers, timeout=20)
     assert answer.status_code == status and (status == 200 or answer.json()["error"])
