@@ -30,6 +30,7 @@ PAIRS_PER_CHUNK = 10_000
 NUM_EXAMPLES = 5
 _SEED = 0
 _STATE = "state.json"
+_HASHES = "pairs", "sources"
 _TSV_BREAKS = str.maketrans("\t\r\n", "   ")
 # Returns the dual cross-entropy score of each pair, from 0 to 1.
 PairScorer = Callable[[Sequence[Pair]], Sequence[float]]
@@ -37,30 +38,27 @@ PairScorer = Callable[[Sequence[Pair]], Sequence[float]]
 Verdict = tuple[str, Pair]
 
 
-class SeenHashes:
-    """Hashes of 8 bytes that occurred before, as sorted runs. A new run is merged with runs of its size or less.
+def add_texts(texts: Iterable[str], runs: list[np.ndarray], most: int) -> tuple[np.ndarray, bytes]:
+    """Return True for each text that occurred fewer than `most` times, here or in earlier calls, and the hashes of these texts.
 
-    All hashes stand in memory. A look-up takes a binary search in each of the few runs.
+    The hashes have 8 bytes and stand in memory, as sorted runs. A new run is merged with runs of its size or less, so that a
+    look-up takes a binary search in each of the few runs.
     """
-
-    def __init__(self, hashes: bytes):
-        self._runs = [np.sort(np.frombuffer(hashes, dtype=np.uint64))]
-
-    def add_new(self, hashes: np.ndarray, most: int) -> np.ndarray:
-        """Add the hashes that occurred fewer than `most` times, here or in earlier calls. Return True for each of them."""
-        order = np.argsort(hashes, kind="stable")
-        ordered = hashes[order]
-        counts = np.arange(len(hashes)) - np.searchsorted(ordered, ordered)
-        for run in self._runs:
-            counts += np.searchsorted(run, ordered, side="right") - np.searchsorted(run, ordered)
-        is_new = np.empty(len(hashes), dtype=bool)
-        is_new[order] = counts < most
-        run = ordered[counts < most]
-        while self._runs and len(self._runs[-1]) <= len(run):
-            # The stable sort merges two sorted halves in linear time.
-            run = np.sort(np.concatenate([self._runs.pop(), run]), kind="stable")
-        self._runs.append(run)
-        return is_new
+    digests = (hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest() for text in texts)
+    hashes = np.frombuffer(b"".join(digests), dtype=np.uint64)
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    counts = np.arange(len(hashes)) - np.searchsorted(ordered, ordered)
+    for run in runs:
+        counts += np.searchsorted(run, ordered, side="right") - np.searchsorted(run, ordered)
+    is_new = np.empty(len(hashes), dtype=bool)
+    is_new[order] = counts < most
+    run = ordered[counts < most]
+    while runs and len(runs[-1]) <= len(run):
+        # The stable sort merges two sorted halves in linear time.
+        run = np.sort(np.concatenate([runs.pop(), run]), kind="stable")
+    runs.append(run)
+    return is_new, hashes[is_new].tobytes()
 
 
 def tsv_line(*texts: str) -> str:
@@ -103,9 +101,9 @@ class PairFilter:
             logger.info("The rule `alignment` is off: it needs %d pairs, got %d.", MIN_PAIRS, len(usable))
 
     def decide(
-        self, records: Sequence[Record], seen_pairs: SeenHashes, seen_sources: SeenHashes
+        self, records: Sequence[Record], pair_runs: list[np.ndarray], source_runs: list[np.ndarray]
     ) -> tuple[list[Verdict], bytes, bytes]:
-        """Return the verdict of each record, and the new hashes of pairs and of sources, which are added to earlier ones."""
+        """Return the verdict of each record, and the new hashes of pairs and of sources, which the runs get (see `add_texts`)."""
         settings, verdicts = self._settings, []
         # Normal forms of the pairs that stay, by their indices.
         forms_of: dict[int, Pair] = {}
@@ -128,18 +126,15 @@ class PairFilter:
                 verdicts[index] = rule, verdicts[index][1]
                 del forms_of[index]
 
-        def drop_repeated(rule: str, texts: Iterable[str], most: int, earlier: SeenHashes) -> bytes:
-            """Drop pairs whose text occurred `most` times before. Return the bytes of the hashes of the others."""
+        def drop_repeated(rule: str, texts: Iterable[str], most: int, runs: list[np.ndarray]) -> bytes:
             if rule not in self._active:
                 return b""
-            digests = (hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest() for text in texts)
-            hashes = np.frombuffer(b"".join(digests), dtype=np.uint64)
-            is_new = earlier.add_new(hashes, most)
+            is_new, hashes = add_texts(texts, runs, most)
             drop(rule, ~is_new)
-            return hashes[is_new].tobytes()
+            return hashes
 
         compared = forms_of.values() if settings.duplicates == "near" else pairs()
-        pair_hashes = drop_repeated("duplicate", map("\t".join, compared), 1, seen_pairs)
+        pair_hashes = drop_repeated("duplicate", map("\t".join, compared), 1, pair_runs)
         if self._is_foreign is not None:
             drop("language", itertools.starmap(self._is_foreign, pairs()))
         if self.alignment is not None:
@@ -148,7 +143,7 @@ class PairFilter:
             drop("dual_cross_entropy", (score < settings.min_dual_score for score in self._score_pairs(pairs())))
         sources = [source for source, _ in pairs()]
         most = settings.max_targets_per_source
-        return verdicts, pair_hashes, drop_repeated("targets_per_source", sources, most, seen_sources)
+        return verdicts, pair_hashes, drop_repeated("targets_per_source", sources, most, source_runs)
 
 
 def sample_pairs(records: Iterable[Record], most: int, name: str = "The corpus") -> tuple[int, list[Pair]]:
@@ -223,7 +218,7 @@ class WorkFolder:
         self._sizes: dict[str, int] = saved["sizes"]
 
     def cut_files(self) -> None:
-        """Cut off what was appended after the state, and make the outputs, of which some may stay empty."""
+        """Cut off what was appended after the state, and make the files, of which some may stay empty."""
         for name, size in self._sizes.items():
             if not (self.path / name).exists() or (self.path / name).stat().st_size < size:
                 # The machine stopped before its disk had everything.
@@ -235,7 +230,7 @@ class WorkFolder:
                 os.truncate(path, self._sizes.get(path.name, 0))
         # Marks the folder of a run.
         self.save(self.state)
-        for name in self.outputs.keys() - self._sizes.keys():
+        for name in {*self.outputs, *_HASHES} - self._sizes.keys():
             self.append(name, b"")
 
     def append(self, name: str, content: bytes) -> None:
@@ -310,12 +305,11 @@ def filter_pairs(
                 logger.info("Resuming %s at pair %d.", outputs[0], result["read"] + 1)
             is_parallel = len(outputs) == 2
             format_pair = tsv_line if is_parallel else pair_formatter(files["output_0"].name.removesuffix(".gz"))
-            hashes = ((folder.path / name) for name in ("pairs", "sources"))
-            seen_pairs, seen_sources = (SeenHashes(path.read_bytes() if path.exists() else b"") for path in hashes)
+            runs = [[np.sort(np.fromfile(folder.path / name, dtype=np.uint64))] for name in _HASHES]
             records = itertools.islice(source.records(), part.start + result["read"], part.stop)
             with progress_bar(len(part), "pairs", show_progress, result["read"]) as bar:
                 while chunk := list(itertools.islice(records, PAIRS_PER_CHUNK)):
-                    verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
+                    verdicts, *hashes = pair_filter.decide(chunk, *runs)
                     count_verdicts(result, verdicts)
                     pairs = [pair for rule, pair in verdicts if not rule]
                     lines = {"output_0": "".join(itertools.starmap(format_pair, pairs))}
@@ -325,8 +319,8 @@ def filter_pairs(
                         lines["rejected"] = "".join(tsv_line(rule, *pair) for rule, pair in verdicts if rule)
                     for name, text in lines.items():
                         folder.append(name, text.encode("utf-8"))
-                    folder.append("pairs", pair_hashes)
-                    folder.append("sources", source_hashes)
+                    for name, content in zip(_HASHES, hashes, strict=True):
+                        folder.append(name, content)
                     folder.save({"report": result})
                     bar.update(len(chunk))
             if report is not None:
