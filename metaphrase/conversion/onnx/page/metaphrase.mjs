@@ -219,8 +219,7 @@ class BeamSearch {
       return { node, isLast: this.ends.includes(token) || node.ids.length >= this.maxLength };
     });
     const length = nodes[0].ids.length;
-    for (const { node, isLast } of candidates.slice(0, this.numBeams)) {
-      if (!isLast) continue;
+    for (const { node } of candidates.slice(0, this.numBeams).filter(({ isLast }) => isLast)) {
       this.finished.push({ node, score: node.score / length ** this.lengthPenalty });
     }
     this.finished.sort((left, right) => right.score - left.score);
