@@ -47,11 +47,7 @@ def join_sides(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the numbers of all sources and of all targets, one text after the other, and the lengths (2, pairs)."""
     lengths = np.array([[len(text) for text in side] for side in (sources, targets)], dtype=np.int64)
-    numbers = (
-        np.fromiter(chain.from_iterable(side), dtype=np.int64, count=int(size))
-        for side, size in zip((sources, targets), lengths.sum(1), strict=True)
-    )
-    return *numbers, lengths
+    return *(np.fromiter(chain.from_iterable(side), dtype=np.int64) for side in (sources, targets)), lengths
 
 
 class WordPairs(NamedTuple):

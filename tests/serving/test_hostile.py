@@ -1,14 +1,13 @@
-"""Malformed and hostile requests: none makes the server fail, grow, or tell one client the text of another.
+"""Malformed and hostile requests: none makes the server fail, or tell one client the text of another.
 
 200 requests run by default. METAPHRASE_REQUESTS sets another number.
 """
 
-import gc
 import json
 import os
 import random
+from collections import Counter
 
-import psutil
 import requests
 from local_server import running, upper_service
 
@@ -63,9 +62,7 @@ def draw_body(rng, fields):
 
 
 def test_hostile_requests():
-    rng = random.Random(1)
-    process = psutil.Process()
-    sizes, statuses = [], {}
+    rng, statuses = random.Random(1), Counter()
     limits = Limits(max_body_kilobytes=64, max_texts=16, max_text_characters=20_000)
     with running(upper_service(limits=limits)) as address:
         assert requests.post(address, json={"inputs": SECRET.lower()}, timeout=9).json()[0]["generated_text"] == SECRET
@@ -73,16 +70,12 @@ def test_hostile_requests():
             path, fields = rng.choice(TEMPLATES)
             body, kind = draw_body(rng, fields)
             answer = requests.post(address + path, body, headers={"Content-Type": kind.encode("latin-1")}, timeout=20)
-            statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+            statuses[answer.status_code] += 1
             assert answer.status_code not in (500, 502), (number, path, body[:3000], answer.text[:500])
             assert SECRET not in answer.text
-            if number % max(1, NUM_REQUESTS // 20) == 0:
-                gc.collect()
-                sizes.append(process.memory_info().rss)
         assert requests.post(address, json={"inputs": "a"}, timeout=9).json()[0]["generated_text"] == "A"
         metrics = requests.get(f"{address}/metrics", timeout=9).text
     print(f"{NUM_REQUESTS} requests, by status: {dict(sorted(statuses.items()))}")
     assert statuses[200] and statuses[400]
     # Nothing waits.
     assert "metaphrase_requests_running 0.0" in metrics and "metaphrase_sentences_waiting 0.0" in metrics
-    assert sizes[-1] - sizes[len(sizes) // 4] < 30e6, sizes
