@@ -160,9 +160,10 @@ class PairRules:
         if "encoding" in self._active:
             self.is_bad: Callable[[str], bool] = import_extra("ftfy.badness", "The rule `encoding`").is_bad
 
-    def broken_rule(self, source: str, target: str, forms: Pair) -> str | None:
-        """Return the name of the first rule that a pair breaks, from the texts and their normal forms."""
+    def broken_rule(self, source: str, target: str) -> tuple[str, Pair]:
+        """Return the name of the first rule that a pair breaks, or an empty text, and the normal forms of the pair."""
         pair, settings, ratio = (source, target), self.settings, self.length_ratio(source, target)
+        forms = normal_form(source), normal_form(target)
 
         def is_truncated() -> bool:
             first_ends, second_ends = (text.rstrip(_CLOSING)[-1:] in _END for text in pair)
@@ -183,7 +184,7 @@ class PairRules:
             "brackets": lambda: (_BRACKET.search(source) is None) != (_BRACKET.search(target) is None),
             "repetition": lambda: any(map(_repeats, pair)),
         }
-        return next((rule for rule, is_broken in checks.items() if rule in self._active and is_broken()), None)
+        return next((rule for rule, is_broken in checks.items() if rule in self._active and is_broken()), ""), forms
 
     def length_ratio(self, source: str, target: str) -> float:
         """Return the ratio of the lengths of source and target, divided by the usual one."""

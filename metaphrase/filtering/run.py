@@ -18,7 +18,7 @@ import numpy as np
 from metaphrase.data.pairs import PROBLEMS, SIDES, PairProblem, PairSource, Record
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
-from metaphrase.filtering.rules import RULES, FilterSettings, Pair, PairRules, load_detector, normal_form, normalize
+from metaphrase.filtering.rules import RULES, FilterSettings, Pair, PairRules, load_detector, normalize
 from metaphrase.inference.line_files import as_lines
 from metaphrase.inference.progress import progress_bar
 from metaphrase.storage.folders import WriteLock, file_in_one_step, json_text, read_fields, write_json
@@ -92,8 +92,8 @@ class PairFilter:
         self._rules = PairRules(settings, sample)
         self.alignment, usable = None, {}
         for pair in sample if "alignment" in self._active else ():
-            forms = normal_form(pair[0]), normal_form(pair[1])
-            if self._rules.broken_rule(*pair, forms) is None:
+            rule, forms = self._rules.broken_rule(*pair)
+            if not rule:
                 usable.setdefault(forms, pair)
         if len(usable) >= MIN_PAIRS:
             self.alignment = AlignmentModel(list(usable.values()), _SEED)
@@ -112,10 +112,9 @@ class PairFilter:
                 verdicts.append((record.kind, (record.message, "")))
                 continue
             pair = (normalize(record[0]), normalize(record[1])) if settings.normalize else tuple(record)
-            forms = normal_form(pair[0]), normal_form(pair[1])
-            rule = self._rules.broken_rule(*pair, forms)
-            verdicts.append((rule or "", pair))
-            if rule is None:
+            rule, forms = self._rules.broken_rule(*pair)
+            verdicts.append((rule, pair))
+            if not rule:
                 forms_of[index] = forms
 
         def pairs() -> list[Pair]:
