@@ -69,10 +69,10 @@ def make_router(service: Service) -> APIRouter:
             # A form has one field for all tags.
             keep_tags=[tag for tags in body.ignore_tags for tag in tags.split(",") if tag],
         )
-        result, confidences = await service.run(request, query, partial(service.translate_texts, query))
+        targets, confidences = await service.run(request, query, partial(service.translate_texts, query))
         num_characters += sum(map(len, body.text))
         rows = []
-        for text, [target], languages in zip(body.text, result.targets, confidences, strict=True):
+        for text, [target], languages in zip(body.text, targets, confidences, strict=True):
             row = {"detected_source_language": base_code(languages[0]["language"]).upper(), "text": target}
             rows.append(row | ({"billed_characters": len(text)} if body.show_billed_characters else {}))
         return JSONResponse({"translations": rows})

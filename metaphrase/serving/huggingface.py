@@ -65,14 +65,14 @@ def make_router(service: Service) -> APIRouter:
         model = service.find_model(body.model)
         if body.stream or path == _STREAM:
             return await stream_response(path, _events(service, model, query))
-        result = await service.run(request, query, partial(answer, model, query))
+        targets = await service.run(request, query, partial(answer, model, query))
         # Clients of all tasks post to the root.
         names = [_PATHS[path]] if path in _PATHS else [_OUTPUTS[model.task], _GENERATED]
-        texts = [cut_at(target, query.stops) for row in result.targets for target in row]
+        texts = [cut_at(target, query.stops) for row in targets for target in row]
         rows = [dict.fromkeys(names, text) for text in texts]
         if parameters.details:
             # The count is that of all targets.
-            details = await _make_details(service, model, query, texts, not result.num_unfinished)
+            details = await _make_details(service, model, query, texts, not request.state.num_unfinished)
             rows = [row | {"details": details | {"prefill": [], "tokens": []}} for row in rows]
         return JSONResponse(rows)
 

@@ -75,13 +75,13 @@ def make_router(service: Service) -> APIRouter:
         # LibreTranslate has no alternatives of HTML either.
         num_targets = 1 if body.format == "html" else 1 + body.alternatives
         query = Query(texts, **languages, text_format=body.format or "text", num_targets=num_targets)
-        result, confidences = await service.run(request, query, partial(service.translate_texts, query))
-        fields = {"translatedText": [row[0] for row in result.targets]}
+        targets, confidences = await service.run(request, query, partial(service.translate_texts, query))
+        fields = {"translatedText": [row[0] for row in targets]}
         if query.source_lang is None:
             fields["detectedLanguage"] = [row[0] for row in confidences]
         if body.alternatives:
             # Two sentences may give the same text.
-            fields["alternatives"] = [[text for text in dict.fromkeys(row) if text != row[0]] for row in result.targets]
+            fields["alternatives"] = [[text for text in dict.fromkeys(row) if text != row[0]] for row in targets]
         is_list = isinstance(body.q, list)
         return JSONResponse(fields if is_list else {name: values[0] for name, values in fields.items()})
 
@@ -94,8 +94,8 @@ def make_router(service: Service) -> APIRouter:
             raise MetaphraseError(f"This server reads no {Path(name).suffix} files.") from error
         query = replace(query, texts=file.texts)
         check_query(query, service.limits)
-        result, _ = service.translate_texts(query, ticket)
-        return file.fill([row[0] for row in result.targets])
+        targets, _ = service.translate_texts(query, ticket)
+        return file.fill([target for [target] in targets])
 
     @router.post("/translate_file")
     async def translate_file(request: Request) -> Response:
@@ -111,8 +111,8 @@ def make_router(service: Service) -> APIRouter:
             raise MetaphraseError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
         if suffix in _FORMATS:
             query = Query([content.decode()], **languages, text_format=_FORMATS[suffix])
-            result, _ = await service.run(request, query, partial(service.translate_texts, query))
-            content = result.targets[0][0].encode()
+            [[target]], _ = await service.run(request, query, partial(service.translate_texts, query))
+            content = target.encode()
         else:
             query = Query([], **languages, text_format="xml", split_sentences=True, is_file=True)
             content = await service.run(request, query, partial(translate_document, query, name, content))

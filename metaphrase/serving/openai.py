@@ -71,13 +71,13 @@ def make_router(service: Service) -> APIRouter:
             with_usage = (body.stream_options or {}).get("include_usage", False)
             events = _events(service, model, query, frame, with_usage)
             return await stream_response(request.url.path, events, "data: [DONE]\n\n")
-        result = await service.run(request, query, partial(answer, model, query))
-        targets = [target for row in result.targets for target in row]
+        rows = await service.run(request, query, partial(answer, model, query))
+        targets = [target for row in rows for target in row]
         choices = []
         for index, target in enumerate(targets):
             text = cut_at(target, query.stops)
             # The count is that of all targets.
-            is_cut = bool(result.num_unfinished) and text == target
+            is_cut = bool(request.state.num_unfinished) and text == target
             choices.append(_choice(kind, text, "length" if is_cut else "stop", index))
         usage = await _count_usage(service, model, query.texts, targets)
         return JSONResponse(frame | {"choices": choices, "usage": usage})

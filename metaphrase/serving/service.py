@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from fastapi import Request
@@ -48,13 +48,6 @@ class Query:
     stops: Sequence[str] = ()  # a target ends before the first of these strings
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Answer(NamedTuple):
-    """Targets of a request: for each source the best target and its alternatives."""
-
-    targets: list[list[str]]
-    num_unfinished: int  # targets, or their sentences, that met the length limit
 
 
 class OverloadError(Exception):
@@ -174,9 +167,9 @@ class Service:
                 return await self.run_in_thread(work)
             finally:
                 task.cancel()
-                request.state.num_unknown = ticket.num_unknown
+                request.state.num_unknown, request.state.num_unfinished = ticket.num_unknown, ticket.num_unfinished
 
-    def translate_texts(self, query: Query, ticket: Ticket) -> tuple[Answer, list[list[dict[str, Any]]]]:
+    def translate_texts(self, query: Query, ticket: Ticket) -> tuple[list[list[str]], list[list[dict[str, Any]]]]:
         """Translate texts, in `run`, from their own language or that of each. Returns also what `identify_languages` does."""
         self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
@@ -187,14 +180,13 @@ class Service:
             texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
             texts, count = ([" ".join(texts)], len(texts)) if query.is_file else (texts, 1)
             languages = identify_languages(texts, sources) * count
-        best, targets, num_unfinished = [row[0]["language"] for row in languages], {}, 0
+        best, targets = [row[0]["language"] for row in languages], {}
         for code in dict.fromkeys(best):
             indices = [index for index, language in enumerate(best) if language == code]
             part = replace(query, source_lang=code, texts=[query.texts[index] for index in indices])
-            result = answer(self.find_translator(code, query.target_lang), part, ticket)
-            targets.update(zip(indices, result.targets, strict=True))
-            num_unfinished += result.num_unfinished
-        return Answer([targets[index] for index in range(len(best))], num_unfinished), languages
+            rows = answer(self.find_translator(code, query.target_lang), part, ticket)
+            targets.update(zip(indices, rows, strict=True))
+        return [targets[index] for index in range(len(best))], languages
 
 
 def check_query(query: Query, limits: Limits) -> None:
@@ -225,16 +217,15 @@ def open_model(model: ServedModel, query: Query, ticket: Ticket) -> tuple[Genera
     return generator, complete_sampling(query.options) | language_options, is_split and next(codes, True)
 
 
-def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
-    """Generate the targets of a request."""
+def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> list[list[str]]:
+    """Return for each source of a request the best target and its alternatives."""
     if isinstance(model, Pivot):
         if query.terms:
             names = f"{model.first.name} and {model.second.name}"
             raise MetaphraseError(f"A glossary needs one model for both languages, got {names}. Leave it out.")
-        first = answer(model.first, replace(query, target_lang=model.language, num_targets=1), ticket)
-        texts = [row[0] for row in first.targets]
-        last = answer(model.second, replace(query, texts=texts, source_lang=model.language), ticket)
-        return Answer(last.targets, first.num_unfinished + last.num_unfinished)
+        rows = answer(model.first, replace(query, target_lang=model.language, num_targets=1), ticket)
+        texts = [target for [target] in rows]
+        return answer(model.second, replace(query, texts=texts, source_lang=model.language), ticket)
     generator, options, split_sentences = open_model(model, query, ticket)
     has_marks = query.text_format != "text" or query.terms
     if has_marks and query.num_targets > 1:
@@ -258,7 +249,8 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
         options["num_return_sequences"] = query.num_targets
         rows = generator.generate_n_best(query.texts, return_scores=False, split_sentences=split_sentences, **options)
         targets = [[scored.text for scored in row] for row in rows]
-    return Answer(targets, generator.num_unfinished)
+    ticket.num_unfinished += generator.num_unfinished
+    return targets
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:

@@ -99,10 +99,10 @@ def make_router(service: Service) -> APIRouter:
             generator, _, split_sentences = open_model(model, query, ticket)
             [document], _ = split_texts([generator], query.texts, split_sentences)
             # Alternatives of a sentence, and not of the whole text, are of use to a reader.
-            result = answer(model, dataclasses.replace(query, texts=document.sentences, split_sentences=False), ticket)
-            pairs = zip(document.sentences, result.targets, strict=True)
+            rows = answer(model, dataclasses.replace(query, texts=document.sentences, split_sentences=False), ticket)
+            pairs = zip(document.sentences, rows, strict=True)
             sentences = [{"source": source, "targets": list(dict.fromkeys(row))} for source, row in pairs]
-            return {"layout": document.layout, "sentences": sentences, "num_unfinished": result.num_unfinished}
+            return {"layout": document.layout, "sentences": sentences, "num_unfinished": ticket.num_unfinished}
 
         return await service.run(request, query, work)
 
