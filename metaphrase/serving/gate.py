@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +19,7 @@ from metaphrase.errors import MetaphraseError, is_mistake
 from metaphrase.serving.batcher import CancelledRequest
 from metaphrase.serving.models import UnknownModelError
 from metaphrase.serving.service import OverloadError, Service
+from metaphrase.storage.hints import explain_error
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
             status, headers = api.overload, {"Retry-After": "1"}
         case UnknownModelError():
             status = api.unknown_model
+        case ValidationError():
+            status, message = 400, explain_error(error)
         case ValueError() if is_mistake(error):
             status = 400
         case ValueError():

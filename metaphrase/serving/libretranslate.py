@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from metaphrase.errors import MetaphraseError
 from metaphrase.serving.batcher import Ticket
 from metaphrase.serving.gate import WRONG_KEY, read_key
-from metaphrase.serving.models import base_code, check_fields, identify_languages, name_of, read_body, schema_of
+from metaphrase.serving.models import base_code, identify_languages, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service, check_query
 from metaphrase.texts.whole_texts import FILE_SUFFIXES, read_file
 
@@ -105,7 +105,7 @@ def make_router(service: Service) -> APIRouter:
             if not isinstance(upload, UploadFile) or not upload.filename:
                 message = "The body must be multipart/form-data with a `file` that has a `filename`, got none."
                 raise MetaphraseError(message)
-            body, name, content = check_fields(form, File), upload.filename, await upload.read()
+            body, name, content = File.model_validate(dict(form)), upload.filename, await upload.read()
         languages, suffix = check(request, body), Path(name).suffix.lower()
         if suffix not in (formats := (*_FORMATS, *FILE_SUFFIXES)):
             raise MetaphraseError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")

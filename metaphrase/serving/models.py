@@ -2,14 +2,14 @@
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
 import yaml
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.errors import MetaphraseError
@@ -17,7 +17,6 @@ from metaphrase.filtering.rules import load_identifier
 from metaphrase.inference import Generator
 from metaphrase.serving.batcher import Batcher, QueuedGenerator, Ticket
 from metaphrase.storage.folders import members_of, read_fields
-from metaphrase.storage.hints import explain_error
 from metaphrase.tokenization import set_languages
 from metaphrase.tokenization.tokenizer_pair import has_languages
 
@@ -157,7 +156,7 @@ _FORM = "application/x-www-form-urlencoded"
 
 
 async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str, ...] = ()) -> Fields:
-    """Return the fields of a JSON or form body, which may repeat the fields `lists`. `MetaphraseError` if one is wrong."""
+    """Return the fields of a JSON or form body, which may repeat the fields `lists`. `ValidationError` if one is wrong."""
     body = await request.body()
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     try:
@@ -170,15 +169,7 @@ async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str,
             content = dict(json.loads(body))
     except (ValueError, TypeError, RecursionError) as error:
         raise MetaphraseError("The body must be a JSON object or a form, got neither.") from error
-    return check_fields(content, fields)
-
-
-def check_fields(content: Mapping[str, Any], fields: type[Fields]) -> Fields:
-    """Return checked fields. Raises `MetaphraseError` if a field is missing or wrong."""
-    try:
-        return fields.model_validate(dict(content))
-    except ValidationError as error:
-        raise MetaphraseError(explain_error(error)) from None
+    return fields.model_validate(content)
 
 
 def schema_of(fields: type[BaseModel], *kinds: str) -> dict[str, Any]:
