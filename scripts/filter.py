@@ -1,7 +1,6 @@
 """`metaphrase filter PAIRS --output CLEAN`, and `metaphrase shortlist MODEL PAIRS`, which learns from pairs, too."""
 
 import argparse
-import contextlib
 import functools
 import logging
 import time
@@ -16,7 +15,6 @@ from metaphrase.filtering.alignment import MAX_MAP_PAIRS, make_vocabulary_map
 from metaphrase.filtering.rules import RULES, FilterSettings
 from metaphrase.filtering.run import filter_pairs, format_report, partial_path, sample_pairs
 from metaphrase.inference import Generator
-from metaphrase.inference.progress import ProgressBar, progress_bar
 from metaphrase.scripts.parsers import check_dependents, given_options
 from metaphrase.storage.folders import VOCABULARY_MAP_NAME, file_in_one_step
 from metaphrase.storage.hints import did_you_mean
@@ -39,29 +37,20 @@ def main(arguments: argparse.Namespace) -> None:
         paths = settings.forward_model, settings.backward_model
         forward, backward = (Generator.from_pretrained(path, engine="torch", device=arguments.device) for path in paths)
         score_pairs = functools.partial(dual_scores, forward, backward)
-    with contextlib.ExitStack() as stack:
-        bars: list[ProgressBar] = []
-
-        def start(total: int, done: int) -> None:
-            if done:
-                logger.info("Resuming %s at pair %d.", arguments.output[0], done + 1)
-            bars.append(stack.enter_context(progress_bar(total, "pairs", not arguments.quiet, done)))
-
-        try:
-            report = filter_pairs(
-                source,
-                arguments.output,
-                settings,
-                rejected=arguments.rejected,
-                report=arguments.report,
-                score_pairs=score_pairs,
-                shard=arguments.shard,
-                resume=arguments.resume,
-                on_start=start,
-                on_chunk=lambda count: bars[0].update(count),
-            )
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt("Use --resume to go on.") from None
+    try:
+        report = filter_pairs(
+            source,
+            arguments.output,
+            settings,
+            rejected=arguments.rejected,
+            report=arguments.report,
+            score_pairs=score_pairs,
+            shard=arguments.shard,
+            resume=arguments.resume,
+            show_progress=not arguments.quiet,
+        )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("Use --resume to go on.") from None
     logger.info("%s", format_report(report))
     logger.info("%d pairs in %.1f seconds.", report["read"], time.perf_counter() - started)
     for rule, count in report["dropped"].items():

@@ -53,9 +53,9 @@ def main(arguments: argparse.Namespace) -> None:
     for model in models:
         languages = f"{','.join(model.source_languages[:5])} to {','.join(model.target_languages[:5])}"
         logger.info("Model %s: %s%s.", model.name, model.task, f", {languages}" if model.source_languages else "")
-    routes = service.routes.items()
+    routes = [(source, target, route) for source, row in service.routes.items() for target, route in row.items()]
     if pivots := [
-        f"{source}-{route.language}-{target}" for (source, target), route in routes if isinstance(route, Pivot)
+        f"{source}-{route.language}-{target}" for source, target, route in routes if isinstance(route, Pivot)
     ]:
         logger.info("Pairs of two models in a row: %s.", ", ".join(pivots[:9]) + ", ..." * (len(pivots) > 9))
     # The garbage collector, which stops all threads, need not search the models.

@@ -232,10 +232,9 @@ function showAttention() {
   const unit = at("unit").value, sides = sidesOf(kind);
   ["queries", "keys"].forEach((id, side) => {
     element("b", [kind === "cross" ? "target (query)" : "query", kind === "cross" ? "source (key)" : "key"][side], at(id));
-    sides[side][unit].forEach((text, index) => {
+    sides[side][unit].forEach((text) => {
       const button = element("button", text, at(id), "token");
       button.type = "button";
-      button.tabIndex = index ? -1 : 0;
       button.setAttribute("aria-pressed", "false");
     });
   });
@@ -271,17 +270,6 @@ function point(button) {
   at("reading").textContent = inline(button.textContent) + (isQuery ? " ← " : " → ") + said.join(", ");
 }
 
-function walk(event) {
-  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], button = event.target.closest("button.token");
-  if (!step || !button) return;
-  const line = buttonsOf(button.parentElement.id), next = line[line.indexOf(button) + step];
-  if (!next) return;
-  event.preventDefault();
-  button.tabIndex = -1;
-  next.tabIndex = 0;
-  next.focus();
-}
-
 function showLabels() {
   at("loss").textContent = "Mean loss of the labels: " + pair.loss.toFixed(4) + " nats.";
   const body = at("labels").tBodies[0];
@@ -302,8 +290,6 @@ function showStep() {
   const steps = pair.paths[at("path").value] ?? [];
   at("step").max = Math.max(0, steps.length - 1);
   const index = Number(at("step").value), step = steps[index], body = at("candidates").tBodies[0];
-  at("back").disabled = index === 0;
-  at("next").disabled = index >= steps.length - 1;
   body.replaceChildren();
   if (!step) return;
   const tokens = [pair.decoder_tokens.tokens[0], ...steps.slice(0, index).map((s) => s.token)];
@@ -351,7 +337,7 @@ function showTree() {
   });
   nodes.forEach((node, index) => {
     const [x, y] = spots[index];
-    const group = svg("g", root, { class: "node " + node.state, "data-node": index, tabindex: -1, role: "button", transform: `translate(${x} ${y})` });
+    const group = svg("g", root, { class: "node " + node.state, "data-node": index, tabindex: 0, role: "button", transform: `translate(${x} ${y})` });
     svg("rect", group, { width: wide, height: 26, rx: 5 });
     const mark = node.rank ? "#" + node.rank : { kept: "", finished: "✓", pruned: "✗", open: "…" }[node.state];
     const token = Array.from(shown(node.token)), most = mark ? 7 : 9;
@@ -368,26 +354,11 @@ function showTree() {
 
 function pick(index) {
   const path = new Set(chain(index).map(String)), node = pair.beam.nodes[index];
-  for (const part of at("tree").querySelectorAll("[data-node]")) {
-    part.classList.toggle("path", path.has(part.dataset.node));
-    if (part.matches(".node")) part.setAttribute("tabindex", Number(part.dataset.node) === index ? 0 : -1);
-  }
+  for (const part of at("tree").querySelectorAll("[data-node]")) part.classList.toggle("path", path.has(part.dataset.node));
   if (!node) return (at("hypothesis").textContent = "");
   const tokens = chain(index).map((step) => inline(pair.beam.nodes[step].token)).join(" ");
   const result = node.rank ? `, result ${node.rank} with score ${node.score.toFixed(4)}` : "";
   at("hypothesis").textContent = `${tokens}: log-probability ${node.total.toFixed(4)}, ${STATES[node.state]}${result}.`;
-}
-
-// Up and down within the candidates, left to the hypothesis before, right to its best continuation.
-function climb(event) {
-  const { nodes } = pair.beam, index = Number(nodeOf(event)?.dataset.node);
-  const next = {
-    ArrowUp: index - 1, ArrowDown: index + 1, ArrowLeft: nodes[index]?.parent,
-    ArrowRight: nodes.findIndex((node) => node.parent === index),
-  }[event.key];
-  if (!nodes[next]) return;
-  event.preventDefault();
-  at("tree").querySelector(`.node[data-node="${next}"]`).focus();
 }
 
 function layerOptions() {
@@ -423,15 +394,12 @@ for (const [id, show] of [["pair", showPair], ["position", showPositions], ["pos
 at("kind").addEventListener("change", () => { layerOptions(); showAttention(); });
 at("path").addEventListener("change", () => { at("step").value = 0; showStep(); });
 at("step").addEventListener("input", showStep);
-for (const [id, way] of [["back", -1], ["next", 1]])
-  at(id).addEventListener("click", () => { at("step").value = Number(at("step").value) + way; showStep(); });
 for (const id of ["queries", "keys"]) {
   const tokenOf = (event) => event.target.closest("button.token");
   at(id).addEventListener("mouseover", (event) => tokenOf(event) && point(tokenOf(event)));
   at(id).addEventListener("mouseleave", () => point(pinned));
   at(id).addEventListener("focusin", (event) => tokenOf(event) && point(tokenOf(event)));
   at(id).addEventListener("focusout", () => point(pinned));
-  at(id).addEventListener("keydown", walk);
   at(id).addEventListener("click", (event) => {
     if (!tokenOf(event)) return;
     pinned = pinned === tokenOf(event) ? null : tokenOf(event);
@@ -440,7 +408,6 @@ for (const id of ["queries", "keys"]) {
 }
 const nodeOf = (event) => event.target.closest(".node");
 at("tree").addEventListener("click", (event) => nodeOf(event) && pick(Number(nodeOf(event).dataset.node)));
-at("tree").addEventListener("keydown", climb);
 at("tree").addEventListener("focusin", (event) => nodeOf(event) && pick(Number(nodeOf(event).dataset.node)));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 showPair();

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -173,23 +172,15 @@ class TextInfilling(Objective):
 
     def permute_sentences(self, block: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """Put the sentences of each document into a random order. All orders are equally likely."""
-        shuffled = block.copy()
+        shuffled, is_full_stop = block.copy(), np.isin(block, self.full_stop_ids)
         bounds = [-1, *np.flatnonzero(block == self.eos_token_id), len(block)]
         for before, behind in pairwise(bounds):
-            document = block[before + 1 : behind]
-            if len(document):
-                sentences = np.split(document, sentence_ends(document, self.full_stop_ids)[:-1])
-                order = generator.permutation(len(sentences))
-                shuffled[before + 1 : behind] = np.concatenate([sentences[index] for index in order])
+            document, stops = block[before + 1 : behind], is_full_stop[before + 1 : behind]
+            # A sentence ends behind a run of full stops.
+            sentences = np.split(document, np.flatnonzero(stops[:-1] & ~stops[1:]) + 1)
+            order = generator.permutation(len(sentences))
+            shuffled[before + 1 : behind] = np.concatenate([sentences[index] for index in order])
         return shuffled
-
-
-def sentence_ends(ids: np.ndarray, full_stop_ids: Sequence[int]) -> np.ndarray:
-    """Return the index behind the last token of each sentence: behind each run of full stops, and at the end of the ids."""
-    is_full_stop = np.isin(ids, full_stop_ids)
-    is_last = is_full_stop & ~np.append(is_full_stop[1:], False)
-    is_last[-1] = True
-    return np.flatnonzero(is_last) + 1
 
 
 class MixtureOfDenoisers(Objective):
@@ -362,18 +353,15 @@ def longest_block(objective: Objective, max_source_length: int, max_target_lengt
     return longest
 
 
-_COUNTS = ("empty_documents", "invalid_documents")
-_FEATURES = datasets.Features(
-    {"input_ids": datasets.List(datasets.Value("int32")), **{name: datasets.Value("int64") for name in _COUNTS}}
-)
+_FEATURES = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
 TEXTS_PER_CALL = 1000
 # Part of every cache key. Raise it when the same texts would be cut into other blocks.
-CACHE_VERSION = 6
+CACHE_VERSION = 7
 
 
 @dataclass
 class BlockReport:
-    """Counts of all documents, of unused ones, of blocks, and of unused tokens behind the last block."""
+    """Counts of all documents, of unused ones, of blocks, of unused tokens behind the last block, and of all tokens."""
 
     documents: int
     empty_documents: int
@@ -381,13 +369,8 @@ class BlockReport:
     block_length: int
     blocks: int
     remainder_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        return self.blocks * self.block_length + self.remainder_tokens
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "tokens": self.tokens}
+    tokens: int
+    to_dict = asdict
 
     def __str__(self) -> str:
         unused = f"not used: {self.empty_documents} empty, {self.invalid_documents} not UTF-8"
@@ -398,7 +381,6 @@ class BlockReport:
 def load_texts(
     file: str | Path,
     max_samples: int | None = None,
-    cache_dir: str | Path | None = None,
     invalid_utf8: Policy = "error",
     max_line_characters: int = MAX_LINE_CHARACTERS,
 ) -> datasets.Dataset:
@@ -406,11 +388,9 @@ def load_texts(
 
     With `invalid_utf8="skip"`, a line that is not UTF-8 becomes None, which `text_blocks` counts. A changed file is read again.
     """
-    features = datasets.Features({"text": datasets.Value("string")})
-    keep_invalid = invalid_utf8 == "skip"
-    key = (keep_invalid, max_line_characters), CACHE_VERSION
-    lines = iterate_lines(file, max_line_characters, keep_invalid)
-    texts = read_cached(lambda: zip(lines), features, key, (str(file),), cache_dir)
+    options = max_line_characters, invalid_utf8 == "skip"
+    lines, features = iterate_lines(file, *options), datasets.Features({"text": datasets.Value("string")})
+    texts = read_cached(lambda: zip(lines), features, (options, CACHE_VERSION), (str(file),))
     if not len(texts):
         raise MetaphraseError(f"A text file must hold at least one line, got none in {file}.")
     return texts if max_samples is None else texts.select(range(min(max_samples, len(texts))))
@@ -427,26 +407,25 @@ def text_blocks(
     if not tokenizers.is_joint:
         raise MetaphraseError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")
     rest: list[int] = []  # tokens behind the last block
-    counts = dict.fromkeys(_COUNTS, 0)
+    num_empty = num_invalid = 0
 
-    def cut(batch: list[str | None], rows: list[int]) -> dict[str, list[Any]]:
+    def cut(batch: list[str | None], rows: list[int]) -> dict[str, list[list[int]]]:
+        nonlocal num_empty, num_invalid
         valid = [text for text in batch if text is not None]
-        counts["invalid_documents"] += len(batch) - len(valid)
+        num_invalid += len(batch) - len(valid)
         for text, ids in zip(valid, tokenizers.encode_sources(valid), strict=True):
             # An empty document has the end-of-sequence token alone.
             if not text.strip() or len(ids) == 1:
-                counts["empty_documents"] += 1
+                num_empty += 1
             else:
                 rest.extend(ids)
         stop = len(rest) - len(rest) % block_length
         blocks = [rest[start : start + block_length] for start in range(0, stop, block_length)]
         del rest[:stop]
-        columns = {name: [0] * len(blocks) for name in _COUNTS}
         if rows[-1] == len(texts) - 1:
-            # The last row holds the rest, which may be empty, and the counts, so that a cached run has them too.
-            blocks.append(rest)
-            columns = {name: [*column, counts[name]] for name, column in columns.items()}
-        return {"input_ids": blocks, **columns}
+            # The last row holds the counts and the rest, so that a cached run has them too.
+            blocks.append([num_empty, num_invalid, *rest])
+        return {"input_ids": blocks}
 
     keys = (texts._fingerprint, tokenizer_fingerprint(tokenizers), block_length, CACHE_VERSION)
     rows = texts.map(
@@ -460,12 +439,13 @@ def text_blocks(
         new_fingerprint=Hasher.hash(keys),
         desc="Cutting blocks",
     )
-    last = rows[len(rows) - 1]
-    unused, remainder = [last[name] for name in _COUNTS], len(last["input_ids"])
-    report = BlockReport(len(texts), *unused, block_length, len(rows) - 1, remainder)
+    blocks = rows.select(range(len(rows) - 1))
+    num_empty, num_invalid, *rest = rows[len(blocks)]["input_ids"]
+    num_tokens = len(blocks) * block_length + len(rest)
+    report = BlockReport(len(texts), num_empty, num_invalid, block_length, len(blocks), len(rest), num_tokens)
     if not report.blocks:
         raise MetaphraseError(f"The texts must fill at least one block of {block_length} tokens. {report}")
-    return rows.select(range(report.blocks)).select_columns("input_ids"), report
+    return blocks, report
 
 
 class TextCorpus(PairCorpus):
@@ -481,16 +461,13 @@ class TextCorpus(PairCorpus):
     def load(self) -> None:
         for split in ("train", "validation"):
             if getattr(self.recipe, f"{split}_text_file") is not None:
+                limits = getattr(self.recipe, f"max_{split}_samples"), self.recipe.invalid_utf8
                 path = self.recipe.data_path(f"{split}_text_file")
-                max_samples = getattr(self.recipe, f"max_{split}_samples")
-                options = {name: getattr(self.recipe, name) for name in ("invalid_utf8", "max_line_characters")}
-                self.splits[split] = load_texts(path, max_samples, **options)
+                self.splits[split] = load_texts(path, *limits, self.recipe.max_line_characters)
 
     def sides(self) -> tuple[Iterable[str], Iterable[str]]:
-        texts = self.splits["train"]
-        if self.recipe.invalid_utf8 == "skip":
-            texts = texts.filter(lambda text: text is not None, input_columns=["text"], desc="Selecting valid UTF-8")
-        return column_texts(texts, "text"), ()
+        # A line that is not UTF-8 is None.
+        return filter(None, column_texts(self.splits["train"], "text")), ()
 
     def _encode(self, split: str, tokenizers: TokenizerPair) -> DenoisingDataset:
         recipe = self.recipe

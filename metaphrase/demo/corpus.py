@@ -36,13 +36,6 @@ def _adjectives_of(noun: grammar.Noun, is_colour: bool) -> tuple[grammar.Adjecti
     return tuple(word for word in ADJECTIVES if noun.kind in word.kinds and word.is_colour == is_colour)
 
 
-@cache
-def _verbs_of(kind: str) -> tuple[tuple[grammar.Verb, ...], tuple[grammar.Verb, ...]]:
-    verbs = (*grammar.INTRANSITIVE_VERBS, *grammar.OBJECT_VERBS)
-    with_subject = tuple(verb for verb in verbs if kind in verb.subjects and not verb.needs_phrase)
-    return with_subject, tuple(verb for verb in grammar.OBJECT_VERBS if kind in verb.objects)
-
-
 class Sampler:
     """Endless random sentences, equal for equal seeds.
 
@@ -172,7 +165,9 @@ class Sampler:
         if not isinstance(phrase, NounPhrase) or phrase.determiner not in (DEFINITE, INDEFINITE) or phrase.possessor:
             return clause
         pronoun = NounPhrase(phrase.noun, grammar.RELATIVE, phrase.is_plural)
-        with_subject, with_object = _verbs_of(phrase.noun.kind)
+        kind, verbs = phrase.noun.kind, (*grammar.INTRANSITIVE_VERBS, *grammar.OBJECT_VERBS)
+        with_subject = [verb for verb in verbs if kind in verb.subjects and not verb.needs_phrase]
+        with_object = [verb for verb in grammar.OBJECT_VERBS if kind in verb.objects]
         if with_subject and (self._chance(0.6) or not with_object):
             relative = Clause(pronoun, self._pick(with_subject), clause.is_past)
             if relative.verb.objects:
@@ -341,15 +336,9 @@ def make_demo_corpus(
     than the default needs proportionally fewer, but at least one. "The cat is black." is always the first test pair.
     """
     counts = dict(zip(SPLITS, (num_train, num_validation, num_test), strict=True))
-    pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
-    sources: set[str] = set()
-
-    def add(split: str, pair: Pair) -> None:
-        if pair[0] not in sources:
-            sources.add(pair[0])
-            pairs[split].append(pair)
-
-    add("test", (grammar.to_english(FIRST_TEST_SENTENCE), grammar.to_german(FIRST_TEST_SENTENCE)))
+    # The words of a sentence, and so its English, decide its split.
+    pairs: dict[str, dict[str, str]] = {split: {} for split in SPLITS}
+    pairs["test"][grammar.to_english(FIRST_TEST_SENTENCE)] = grammar.to_german(FIRST_TEST_SENTENCE)
     draws = (
         (split, (english, grammar.to_german(sentence)))
         for split, sentence in _draw(seed, max_draws=20 * sum(counts.values()) + 1000)
@@ -359,18 +348,18 @@ def make_demo_corpus(
     while len(pairs["train"]) < num_train:
         split, pair = next(draws)
         if split == "train":
-            add("train", pair)
+            pairs["train"].setdefault(*pair)
         else:
             held_out.append((split, pair))
-    frequencies = Counter(word for pair in pairs["train"] for line in pair for word in words_of(line))
+    frequencies = Counter(word for pair in pairs["train"].items() for line in pair for word in words_of(line))
     threshold = min(MIN_OCCURRENCES, max(1, MIN_OCCURRENCES * num_train // _DEFAULT_NUM_TRAIN))
     candidates = chain(held_out, draws)
     while any(len(pairs[split]) < counts[split] for split in ("validation", "test")):
         split, pair = next(candidates)
         is_familiar = all(frequencies[word] >= threshold for line in pair for word in words_of(line))
         if is_familiar and len(pairs[split]) < counts[split]:
-            add(split, pair)
-    return pairs
+            pairs[split].setdefault(*pair)
+    return {split: list(part.items()) for split, part in pairs.items()}
 
 
 def write_demo_corpus(folder: str | Path, **arguments: int) -> dict[str, Path]:

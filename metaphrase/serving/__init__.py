@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from metaphrase.errors import MetaphraseError
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -18,8 +16,3 @@ class Limits:
     timeout_seconds: float = field(
         default=60.0, metadata={"help": "longest time of a request; longer ones are refused"}
     )
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if not 1 <= value < float("inf"):
-                raise MetaphraseError(f"`{name}` must be a finite number of at least 1, got {value}.")

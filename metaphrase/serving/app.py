@@ -25,11 +25,9 @@ def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
         await anyio.to_thread.run_sync(service.batcher.close)
 
     registry = CollectorRegistry()
-    middleware = [Middleware(Gate, service=service, registry=registry)]
-    if cors_origins:
-        cors = Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
-        # Before the gate, so that a browser can read its refusals.
-        middleware.insert(0, cors)
+    cors = Middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
+    # The gate comes behind, so that a browser can read its refusals.
+    middleware = [cors, Middleware(Gate, service=service, registry=registry)]
     options = {"middleware": middleware, "lifespan": lifespan, "exception_handlers": ERROR_HANDLERS}
     app = FastAPI(title="Metaphrase", summary="Sequence-to-sequence models as a service", **options)
     for api in (huggingface, libretranslate, deepl, openai, ui):

@@ -37,6 +37,7 @@ class Ticket:
     seed: int | None = None
     is_cancelled: bool = False  # True if the client has gone
     num_unknown: int = 0  # sentences with tokens that a tokenizer does not know
+    num_unfinished: int = 0  # targets, or their sentences, that met the length limit
     text_lock: "threading.Lock | None" = None  # held by a long request, but not while it waits
 
     def check(self) -> float:

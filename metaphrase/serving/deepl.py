@@ -69,10 +69,10 @@ def make_router(service: Service) -> APIRouter:
             # A form has one field for all tags.
             keep_tags=[tag for tags in body.ignore_tags for tag in tags.split(",") if tag],
         )
-        result, confidences = await service.run(request, query, partial(service.translate_texts, query))
+        targets, confidences = await service.run(request, query, partial(service.translate_texts, query))
         num_characters += sum(map(len, body.text))
         rows = []
-        for text, [target], languages in zip(body.text, result.targets, confidences, strict=True):
+        for text, [target], languages in zip(body.text, targets, confidences, strict=True):
             row = {"detected_source_language": base_code(languages[0]["language"]).upper(), "text": target}
             rows.append(row | ({"billed_characters": len(text)} if body.show_billed_characters else {}))
         return JSONResponse({"translations": rows})
@@ -81,12 +81,11 @@ def make_router(service: Service) -> APIRouter:
     async def languages(request: Request) -> Response:
         # The client sends a form, though a GET has no body.
         side = dict(request.query_params) | dict(parse_qsl((await request.body()).decode()))
-        pairs = service.targets_by_source
         if side.get("type", "source") == "source":
-            return JSONResponse([{"language": code.upper(), "name": name_of(code)} for code in pairs])
+            return JSONResponse([{"language": code.upper(), "name": name_of(code)} for code in service.routes])
         rows = [
             {"language": region, "name": name, "supports_formality": False}
-            for code in dict.fromkeys(code for targets in pairs.values() for code in targets)
+            for code in dict.fromkeys(code for targets in service.routes.values() for code in targets)
             for region, name in _REGIONS.get(code, {code.upper(): name_of(code)}).items()
         ]
         return JSONResponse(rows)

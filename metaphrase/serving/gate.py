@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,13 +19,12 @@ from metaphrase.errors import MetaphraseError, is_mistake
 from metaphrase.serving.batcher import CancelledRequest
 from metaphrase.serving.models import UnknownModelError
 from metaphrase.serving.service import OverloadError, Service
+from metaphrase.storage.hints import explain_error
 
 logger = logging.getLogger(__name__)
 
-# Paths without a key: no text goes there, and LibreTranslate needs no key for its languages.
-PUBLIC_PATHS = ("/health", "/ui", "/ui/settings", "/docs", "/openapi.json", "/languages")
-BODY_KEY_PATHS = ("/translate", "/detect", "/translate_file")  # LibreTranslate's clients send the key in the body
-DOWNLOAD_PATH = "/download_file/"  # nobody can guess the name of a file there
+# Paths without a key: no text goes there.
+PUBLIC_PATHS = ("/health", "/ui", "/ui/settings", "/docs", "/openapi.json")
 WRONG_KEY = "The API key must be one of the server's."
 FAILURE = "The server failed to answer this request."
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -38,6 +38,7 @@ class Api(NamedTuple):
     unknown_model: int = 400
     overload: int = 503
     wrong_key: int = 401
+    reads_keys: bool = False  # True if the endpoints check the keys, which may stand in the body
 
 
 def _openai_body(status: int, message: str) -> dict[str, Any]:
@@ -56,7 +57,7 @@ APIS = (
     Api(("/v1/",), _openai_body, unknown_model=404),
     # DeepL's clients try again after 429 and 503.
     Api(("/v2/",), lambda status, message: {"message": message}, overload=429, wrong_key=403),
-    Api(_LIBRETRANSLATE, lambda status, message: {"error": message}, wrong_key=403),
+    Api(_LIBRETRANSLATE, lambda status, message: {"error": message}, wrong_key=403, reads_keys=True),
     Api(("/",), _hugging_face_body, unknown_model=404),
 )
 
@@ -100,6 +101,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
             status, headers = api.overload, {"Retry-After": "1"}
         case UnknownModelError():
             status = api.unknown_model
+        case ValidationError():
+            status, message = 400, explain_error(error)
         case ValueError() if is_mistake(error):
             status = 400
         case ValueError():
@@ -159,16 +162,11 @@ class Gate:
                     message["headers"].append((b"x-unknown-tokens", str(num_unknown).encode()))
             await send(message)
 
-        app = self.app
-        is_allowed = path in PUBLIC_PATHS or path.startswith(DOWNLOAD_PATH)
-        if not is_allowed:
-            key = read_key(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1"))
-            # Without a header, the endpoint checks the key of the body.
-            is_allowed = self.service.accepts(key) or (key is None and path in BODY_KEY_PATHS)
-        if not is_allowed:
-            wrong_key = find_api(path).wrong_key
-            challenge = {"WWW-Authenticate": "Bearer"} if wrong_key == 401 else None
-            app = error_response(path, wrong_key, WRONG_KEY, challenge)
+        app, api = self.app, find_api(path)
+        key = read_key(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1"))
+        if not (path in PUBLIC_PATHS or api.reads_keys or self.service.accepts(key)):
+            challenge = {"WWW-Authenticate": "Bearer"} if api.wrong_key == 401 else None
+            app = error_response(path, api.wrong_key, WRONG_KEY, challenge)
         try:
             await app(scope, receive_bounded, record_status)
         except Exception as error:

@@ -1,6 +1,7 @@
 """Hugging Face's API: `huggingface_hub.InferenceClient(model=URL)`, and streams as text-generation-inference sends them."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
-from metaphrase.serving.service import Query, Service, cut_at, stream_target
+from metaphrase.serving.service import Query, Service, answer, cut_at, stream_target
 
 _GENERATED = "generated_text"
 _OUTPUTS = {"translation": "translation_text", "summarization": "summary_text", "text2text-generation": _GENERATED}
@@ -47,7 +48,7 @@ def make_router(service: Service) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter(tags=["Hugging Face"])
 
-    async def answer(request: Request) -> Response:
+    async def generate(request: Request) -> Response:
         body = await read_body(request, Inputs)
         parameters, path = body.parameters or Parameters(), request.url.path
         options = {**(parameters.model_extra or {}), **(parameters.generate_parameters or {})}
@@ -64,33 +65,34 @@ def make_router(service: Service) -> APIRouter:
         model = service.find_model(body.model)
         if body.stream or path == _STREAM:
             return await stream_response(path, _events(service, model, query))
-        result = await service.answer(request, model, query)
+        targets = await service.run(request, query, partial(answer, model, query))
         # Clients of all tasks post to the root.
         names = [_PATHS[path]] if path in _PATHS else [_OUTPUTS[model.task], _GENERATED]
-        texts = [cut_at(target, query.stops) for row in result.targets for target in row]
+        texts = [cut_at(target, query.stops) for row in targets for target in row]
         rows = [dict.fromkeys(names, text) for text in texts]
         if parameters.details:
             # The count is that of all targets.
-            details = await _make_details(service, model, query, texts, not result.num_unfinished)
+            details = await _make_details(service, model, query, texts, not request.state.num_unfinished)
             rows = [row | {"details": details | {"prefill": [], "tokens": []}} for row in rows]
         return JSONResponse(rows)
 
     for path in ("/", *_PATHS, _STREAM):
-        router.add_api_route(path, answer, methods=["POST"], openapi_extra=schema_of(Inputs))
+        router.add_api_route(path, generate, methods=["POST"], openapi_extra=schema_of(Inputs))
     return router
 
 
 async def _events(service: Service, model: ServedModel, query: Query) -> AsyncIterator[dict[str, Any]]:
     """Yield one event for each piece, and one with the whole text."""
-    texts = []
+    texts, token = [], {"id": 0, "text": "", "logprob": 0.0, "special": True}
     async for piece, reason in stream_target(service, model, query):
         if piece:
-            yield {"index": len(texts), "token": _token(piece, False), "generated_text": None, "details": None}
+            written = token | {"text": piece, "special": False}
+            yield {"index": len(texts), "token": written, "generated_text": None, "details": None}
             texts.append(piece)
         if reason is not None:
             text = "".join(texts)
             details = await _make_details(service, model, query, [text], reason == "stop")
-            yield {"index": len(texts), "token": _token("", True), "generated_text": text, "details": details}
+            yield {"index": len(texts), "token": token, "generated_text": text, "details": details}
 
 
 async def _make_details(
@@ -99,7 +101,3 @@ async def _make_details(
     num_source_tokens, num_tokens = await service.run_in_thread(lambda: model.count_tokens(query.texts, targets))
     reason = "eos_token" if is_finished else "length"
     return {"finish_reason": reason, "generated_tokens": num_tokens, "input_length": num_source_tokens, "seed": None}
-
-
-def _token(text: str, special: bool) -> dict[str, Any]:
-    return {"id": 0, "text": text, "logprob": 0.0, "special": special}

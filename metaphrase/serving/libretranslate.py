@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.serving.batcher import Ticket
-from metaphrase.serving.gate import DOWNLOAD_PATH, WRONG_KEY, read_key
-from metaphrase.serving.models import base_code, check_fields, identify_languages, name_of, read_body, schema_of
+from metaphrase.serving.gate import WRONG_KEY, read_key
+from metaphrase.serving.models import base_code, identify_languages, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service, check_query
 from metaphrase.texts.whole_texts import FILE_SUFFIXES, read_file
 
@@ -54,8 +54,7 @@ class Texts(File):
 def make_router(service: Service) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter(tags=["LibreTranslate"])
-    targets_by_source = service.targets_by_source
-    codes = list(dict.fromkeys([*targets_by_source, *(code for row in targets_by_source.values() for code in row)]))
+    codes = list(dict.fromkeys([*service.routes, *(code for row in service.routes.values() for code in row)]))
 
     def check(request: Request, body: Text | File) -> dict[str, str | None]:
         """Check the key and the languages of a body. Returns the languages as fields of a query, whose source may be unknown."""
@@ -76,13 +75,13 @@ def make_router(service: Service) -> APIRouter:
         # LibreTranslate has no alternatives of HTML either.
         num_targets = 1 if body.format == "html" else 1 + body.alternatives
         query = Query(texts, **languages, text_format=body.format or "text", num_targets=num_targets)
-        result, confidences = await service.run(request, query, partial(service.translate_texts, query))
-        fields = {"translatedText": [row[0] for row in result.targets]}
+        targets, confidences = await service.run(request, query, partial(service.translate_texts, query))
+        fields = {"translatedText": [row[0] for row in targets]}
         if query.source_lang is None:
             fields["detectedLanguage"] = [row[0] for row in confidences]
         if body.alternatives:
             # Two sentences may give the same text.
-            fields["alternatives"] = [[text for text in dict.fromkeys(row) if text != row[0]] for row in result.targets]
+            fields["alternatives"] = [[text for text in dict.fromkeys(row) if text != row[0]] for row in targets]
         is_list = isinstance(body.q, list)
         return JSONResponse(fields if is_list else {name: values[0] for name, values in fields.items()})
 
@@ -95,8 +94,8 @@ def make_router(service: Service) -> APIRouter:
             raise MetaphraseError(f"This server reads no {Path(name).suffix} files.") from error
         query = replace(query, texts=file.texts)
         check_query(query, service.limits)
-        result, _ = service.translate_texts(query, ticket)
-        return file.fill([row[0] for row in result.targets])
+        targets, _ = service.translate_texts(query, ticket)
+        return file.fill([target for [target] in targets])
 
     @router.post("/translate_file")
     async def translate_file(request: Request) -> Response:
@@ -106,14 +105,14 @@ def make_router(service: Service) -> APIRouter:
             if not isinstance(upload, UploadFile) or not upload.filename:
                 message = "The body must be multipart/form-data with a `file` that has a `filename`, got none."
                 raise MetaphraseError(message)
-            body, name, content = check_fields(form, File), upload.filename, await upload.read()
+            body, name, content = File.model_validate(dict(form)), upload.filename, await upload.read()
         languages, suffix = check(request, body), Path(name).suffix.lower()
         if suffix not in (formats := (*_FORMATS, *FILE_SUFFIXES)):
             raise MetaphraseError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
         if suffix in _FORMATS:
             query = Query([content.decode()], **languages, text_format=_FORMATS[suffix])
-            result, _ = await service.run(request, query, partial(service.translate_texts, query))
-            content = result.targets[0][0].encode()
+            [[target]], _ = await service.run(request, query, partial(service.translate_texts, query))
+            content = target.encode()
         else:
             query = Query([], **languages, text_format="xml", split_sentences=True, is_file=True)
             content = await service.run(request, query, partial(translate_document, query, name, content))
@@ -122,7 +121,8 @@ def make_router(service: Service) -> APIRouter:
             del files[next(iter(files))]
         return JSONResponse({"translatedFileUrl": str(request.url_for("download_file", name=name))})
 
-    @router.get(DOWNLOAD_PATH + "{name}")
+    # Nobody can guess the name of a file, so this path and that of the languages need no key.
+    @router.get("/download_file/{name}")
     async def download_file(name: str) -> Response:
         if name not in files:
             raise HTTPException(404, "The server no longer has this file. Send the request again.")
@@ -138,7 +138,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.get("/languages")
     async def languages() -> Response:
-        rows = [{"code": code, "name": name_of(code), "targets": targets_by_source.get(code, [])} for code in codes]
-        return JSONResponse(rows)
+        targets = {code: list(service.routes.get(code, ())) for code in codes}
+        return JSONResponse([{"code": code, "name": name_of(code), "targets": targets[code]} for code in codes])
 
     return router

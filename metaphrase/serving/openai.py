@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -10,9 +11,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.serving.gate import error_response, stream_response
+from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
-from metaphrase.serving.service import Query, Service, cut_at, stream_target
+from metaphrase.serving.service import Query, Service, answer, cut_at, stream_target
 
 # Values that change nothing, which clients send.
 _DEFAULTS = {"best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "presence_penalty": 0, "suffix": ""}
@@ -70,13 +71,13 @@ def make_router(service: Service) -> APIRouter:
             with_usage = (body.stream_options or {}).get("include_usage", False)
             events = _events(service, model, query, frame, with_usage)
             return await stream_response(request.url.path, events, "data: [DONE]\n\n")
-        result = await service.answer(request, model, query)
-        targets = [target for row in result.targets for target in row]
+        rows = await service.run(request, query, partial(answer, model, query))
+        targets = [target for row in rows for target in row]
         choices = []
         for index, target in enumerate(targets):
             text = cut_at(target, query.stops)
             # The count is that of all targets.
-            is_cut = bool(result.num_unfinished) and text == target
+            is_cut = bool(request.state.num_unfinished) and text == target
             choices.append(_choice(kind, text, "length" if is_cut else "stop", index))
         usage = await _count_usage(service, model, query.texts, targets)
         return JSONResponse(frame | {"choices": choices, "usage": usage})
@@ -91,12 +92,6 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/models/{name:path}")
     async def get_model(name: str) -> Response:
         return JSONResponse(describe(service.find_model(name)))
-
-    @router.api_route("/{path:path}", methods=["GET", "POST"], include_in_schema=False)
-    async def refuse(request: Request) -> Response:
-        known = "POST /v1/chat/completions and /v1/completions, GET /v1/models"
-        path = request.url.path
-        return error_response(path, 404, f"The request must be one of {known}, got {request.method} {path}.")
 
     return router
 

@@ -1,7 +1,6 @@
 """The way of a request from its endpoint to the models and back: checks, whole texts sentence by sentence, and streams."""
 
 import asyncio
-import collections
 import contextlib
 import functools
 import hmac
@@ -11,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from fastapi import Request
@@ -49,13 +48,6 @@ class Query:
     stops: Sequence[str] = ()  # a target ends before the first of these strings
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Answer(NamedTuple):
-    """Targets of a request: for each source the best target and its alternatives."""
-
-    targets: list[list[str]]
-    num_unfinished: int  # targets, or their sentences, that met the length limit
 
 
 class OverloadError(Exception):
@@ -96,39 +88,29 @@ class Service:
         return self.models[name]
 
     @functools.cached_property
-    def routes(self) -> dict[tuple[str, str], ServedModel | Pivot]:
-        """The first model that translates between two languages, or else two models, by source and target language."""
-        direct: dict[tuple[str, str], ServedModel] = {}
+    def routes(self) -> dict[str, dict[str, ServedModel | Pivot]]:
+        """The first model that translates between two languages, or else two models, by source and then by target language."""
+        direct: dict[str, dict[str, ServedModel]] = {}
         for model in self.models.values():
             if model.task == "translation":
-                for pair in itertools.product(model.source_languages, model.target_languages):
-                    direct.setdefault(pair, model)
-        out_of = collections.defaultdict(list)
-        for source, target in direct:
-            out_of[source].append(target)
-        routes: dict[tuple[str, str], ServedModel | Pivot] = dict(direct)
-        # English comes first among several languages between the two, then the order of the models.
-        for (source, middle), first in sorted(direct.items(), key=lambda item: item[0][1] != "en"):
-            for target in out_of.get(middle, ()):
-                if source != target and (source, target) not in routes:
-                    routes[source, target] = Pivot(first, middle, direct[middle, target])
+                for source, target in itertools.product(model.source_languages, model.target_languages):
+                    direct.setdefault(source, {}).setdefault(target, model)
+        routes: dict[str, dict[str, ServedModel | Pivot]] = {source: dict(row) for source, row in direct.items()}
+        for source, row in direct.items():
+            # English comes first among several languages between the two, then the order of the models.
+            for middle in sorted(row, key=lambda code: code != "en"):
+                for target, second in direct.get(middle, {}).items():
+                    if source != target:
+                        routes[source].setdefault(target, Pivot(row[middle], middle, second))
         return routes
-
-    @functools.cached_property
-    def targets_by_source(self) -> dict[str, list[str]]:
-        """Target languages by source language."""
-        targets = collections.defaultdict(list)
-        for source, target in self.routes:
-            targets[source].append(target)
-        return dict(targets)
 
     def find_translator(self, source: str | None, target: str) -> ServedModel | Pivot:
         """Return the route between two languages; `None` is any source language. Raises `UnknownModelError` if there is none."""
         code = base_code(target)
-        sources = [base_code(source)] if source is not None else self.targets_by_source
-        if route := next((self.routes[first, code] for first in sources if (first, code) in self.routes), None):
+        rows = self.routes.values() if source is None else [self.routes.get(base_code(source), {})]
+        if route := next((row[code] for row in rows if code in row), None):
             return route
-        pairs = [f"{a}-{b}" for a, b in self.routes if a != b]
+        pairs = [f"{first}-{second}" for first, row in self.routes.items() for second in row if first != second]
         known = ", ".join(pairs[:9]) or "none: start the server with a name such as en-de=FOLDER"
         pair = target if source is None else f"{source}-{target}"
         raise UnknownModelError(f"A model must know the languages ({known}), got {pair}.")
@@ -185,31 +167,26 @@ class Service:
                 return await self.run_in_thread(work)
             finally:
                 task.cancel()
-                request.state.num_unknown = ticket.num_unknown
+                request.state.num_unknown, request.state.num_unfinished = ticket.num_unknown, ticket.num_unfinished
 
-    async def answer(self, request: Request, model: ServedModel | Pivot, query: Query) -> Answer:
-        """Generate the targets of a request."""
-        return await self.run(request, query, lambda ticket: answer(model, query, ticket))
-
-    def translate_texts(self, query: Query, ticket: Ticket) -> tuple[Answer, list[list[dict[str, Any]]]]:
+    def translate_texts(self, query: Query, ticket: Ticket) -> tuple[list[list[str]], list[list[dict[str, Any]]]]:
         """Translate texts, in `run`, from their own language or that of each. Returns also what `identify_languages` does."""
         self.find_translator(query.source_lang, query.target_lang)
         if query.source_lang is not None:
             languages = [[{"confidence": 100.0, "language": query.source_lang}]] * len(query.texts)
         else:
-            target, pairs = base_code(query.target_lang), self.targets_by_source
-            sources = [source for source in pairs if target in pairs[source]]
+            target = base_code(query.target_lang)
+            sources = [source for source, row in self.routes.items() if target in row]
             texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
             texts, count = ([" ".join(texts)], len(texts)) if query.is_file else (texts, 1)
             languages = identify_languages(texts, sources) * count
-        best, targets, num_unfinished = [row[0]["language"] for row in languages], {}, 0
+        best, targets = [row[0]["language"] for row in languages], {}
         for code in dict.fromkeys(best):
             indices = [index for index, language in enumerate(best) if language == code]
             part = replace(query, source_lang=code, texts=[query.texts[index] for index in indices])
-            result = answer(self.find_translator(code, query.target_lang), part, ticket)
-            targets.update(zip(indices, result.targets, strict=True))
-            num_unfinished += result.num_unfinished
-        return Answer([targets[index] for index in range(len(best))], num_unfinished), languages
+            rows = answer(self.find_translator(code, query.target_lang), part, ticket)
+            targets.update(zip(indices, rows, strict=True))
+        return [targets[index] for index in range(len(best))], languages
 
 
 def check_query(query: Query, limits: Limits) -> None:
@@ -240,16 +217,15 @@ def open_model(model: ServedModel, query: Query, ticket: Ticket) -> tuple[Genera
     return generator, complete_sampling(query.options) | language_options, is_split and next(codes, True)
 
 
-def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
-    """Generate the targets of a request."""
+def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> list[list[str]]:
+    """Return for each source of a request the best target and its alternatives."""
     if isinstance(model, Pivot):
         if query.terms:
             names = f"{model.first.name} and {model.second.name}"
             raise MetaphraseError(f"A glossary needs one model for both languages, got {names}. Leave it out.")
-        first = answer(model.first, replace(query, target_lang=model.language, num_targets=1), ticket)
-        texts = [row[0] for row in first.targets]
-        last = answer(model.second, replace(query, texts=texts, source_lang=model.language), ticket)
-        return Answer(last.targets, first.num_unfinished + last.num_unfinished)
+        rows = answer(model.first, replace(query, target_lang=model.language, num_targets=1), ticket)
+        texts = [target for [target] in rows]
+        return answer(model.second, replace(query, texts=texts, source_lang=model.language), ticket)
     generator, options, split_sentences = open_model(model, query, ticket)
     has_marks = query.text_format != "text" or query.terms
     if has_marks and query.num_targets > 1:
@@ -273,7 +249,8 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> Answer:
         options["num_return_sequences"] = query.num_targets
         rows = generator.generate_n_best(query.texts, return_scores=False, split_sentences=split_sentences, **options)
         targets = [[scored.text for scored in row] for row in rows]
-    return Answer(targets, generator.num_unfinished)
+    ticket.num_unfinished += generator.num_unfinished
+    return targets
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:

@@ -18,6 +18,8 @@ from metaphrase.serving.service import Query, Service, answer, open_model
 from metaphrase.texts.documents import split_texts
 
 _FOLDER = Path(__file__).with_name("page")
+# Parts that the page of `metaphrase export --format web` has, too.
+_COMMON = Path(__file__).parents[1] / "conversion" / "onnx" / "page" / "common"
 _POLICY = (
     "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -50,8 +52,12 @@ class PairFields(Fields):
 def make_router(service: Service) -> APIRouter:
     """Return the page and its endpoints."""
     router = APIRouter(tags=["Page"])
-    page, style, script = ((_FOLDER / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    style, script = (
+        "".join(path.with_suffix(suffix).read_text(encoding="utf-8") for path in (_COMMON, _FOLDER / "page"))
+        for suffix in (".css", ".js")
+    )
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    page = (_FOLDER / "page.html").read_text(encoding="utf-8")
     content = page.replace("{{style}}", style).replace("{{script}}", script)
     headers = {
         "Content-Security-Policy": _POLICY.format(*digests),
@@ -93,10 +99,10 @@ def make_router(service: Service) -> APIRouter:
             generator, _, split_sentences = open_model(model, query, ticket)
             [document], _ = split_texts([generator], query.texts, split_sentences)
             # Alternatives of a sentence, and not of the whole text, are of use to a reader.
-            result = answer(model, dataclasses.replace(query, texts=document.sentences, split_sentences=False), ticket)
-            pairs = zip(document.sentences, result.targets, strict=True)
+            rows = answer(model, dataclasses.replace(query, texts=document.sentences, split_sentences=False), ticket)
+            pairs = zip(document.sentences, rows, strict=True)
             sentences = [{"source": source, "targets": list(dict.fromkeys(row))} for source, row in pairs]
-            return {"layout": document.layout, "sentences": sentences, "num_unfinished": result.num_unfinished}
+            return {"layout": document.layout, "sentences": sentences, "num_unfinished": ticket.num_unfinished}
 
         return await service.run(request, query, work)
 

@@ -194,10 +194,9 @@ class Terms:
         self._terms = {source.strip(): target.strip() for source, target in (glossary or {}).items()}
         if wrong := [entry for entry in self._terms.items() if not all(entry)]:
             raise MetaphraseError(f"`glossary` must have a source and a target in each entry, got {wrong[0]}.")
-        self._folded = {source: target for source, target in self._terms.items() if source == source.lower()}
         # A longer term wins.
         terms = "|".join(re.escape(source) for source in sorted(self._terms, key=len, reverse=True))
-        self._term = re.compile(rf"(?<!\w)(?:{terms})(?!\w)", re.IGNORECASE) if terms else None
+        self._term = re.compile(rf"(?<!\w)(?:{terms or '(?!)'})(?!\w)", re.IGNORECASE)
 
     def __bool__(self) -> bool:
         return bool(self._patterns or self._terms)
@@ -206,8 +205,9 @@ class Terms:
         """Return the atoms that have text, in order: those of the markup, then patterns and terms outside of earlier ones."""
         atoms, text = [atom for atom in marked.atoms if atom.expected], marked.text
         matches = [(match, match.group(), False) for pattern in self._patterns for match in pattern.finditer(text)]
-        for match in self._term.finditer(text) if self._term else ():
-            target = self._terms.get(match.group(), self._folded.get(match.group().lower()))
+        for match in self._term.finditer(text):
+            # Only a term in lower case equals another spelling in lower case.
+            target = self._terms.get(match.group(), self._terms.get(match.group().lower()))
             matches.append((match, target, True))
         for match, expected, ignore_case in matches:
             start, end = match.span()

@@ -1,7 +1,6 @@
 """Decode whole texts, HTML, XML and files: sentences with layout, tags and terms; and by way of a third language."""
 
 import argparse
-import contextlib
 import logging
 import re
 from collections import Counter
@@ -19,7 +18,7 @@ from metaphrase.texts.documents import find_loop, split_texts
 from metaphrase.texts.markup import MarkedText, parse_markup
 from metaphrase.texts.plan import Links, Sentence, Terms, find_words, plan_text, read_glossary
 from metaphrase.texts.subtitles import Subtitles
-from metaphrase.tokenization import checked_texts, encode_phrase, iterate_lines, word_ids_by_offsets
+from metaphrase.tokenization import checked_texts, iterate_lines, word_ids_by_offsets
 
 if TYPE_CHECKING:
     from metaphrase.texts.word_files import WordFile
@@ -116,13 +115,10 @@ class TextDecoder:
             has_tags = sentence.elements or not all(atom.expected for atom in sentence.atoms)
             if target.strip() and (has_tags or sentence.find_atoms(target)[1]):
                 aligned.append(index)
-        links = [Links([], [], [])] * len(sentences)
-        if aligned:
-            pairs = [sentences[index] for index in aligned], [targets[index] for index in aligned]
-            for index, sentence_links in zip(aligned, self.run_alone(lambda: self._align(*pairs)), strict=True):
-                links[index] = sentence_links
-        for sentence, target, sentence_links in zip(sentences, targets, links, strict=True):
-            text, num_placed = sentence.render(target, sentence_links)
+        pairs = [sentences[index] for index in aligned], [targets[index] for index in aligned]
+        links = dict(zip(aligned, self.run_alone(lambda: self._align(*pairs)) if aligned else (), strict=True))
+        for index, sentence in enumerate(sentences):
+            text, num_placed = sentence.render(targets[index], links.get(index, Links([], [], [])))
             self.counts["num_placed"] += num_placed
             self.placed += [text] * bool(num_placed)
             yield text
@@ -132,18 +128,14 @@ class TextDecoder:
         _, missing = sentence.find_atoms(target)
         if not missing or not is_metaphrase(self.generator.model) or options.get("do_sample"):
             return target
-        terms = []
-        for atom in sentence.atoms:
-            # The alignment places and counts a term that the tokenizer has no tokens for.
-            with contextlib.suppress(MetaphraseError):
-                encode_phrase(self.generator.tokenizers.target, atom.expected)
-                terms.append(atom.expected)
+        terms = [atom.expected for atom in sentence.atoms if atom.expected]
         beams = max(4, options.get("num_beams") or self.generator.model.generation_config.num_beams or 1)
         options = {**options, "must_contain": [*options.get("must_contain", []), *terms], "num_beams": beams}
         try:
             [other] = self.generator.generate([source], **options)
         except ValueError:
-            # The terms do not fit into the length, or other options rule them out. The alignment places and counts them.
+            # The tokenizer has no tokens for a term, the length no room, or other options rule it out. The alignment places
+            # and counts the terms.
             return target
         # A model that does not know a term adds it to a full sentence. Then the alignment finds a better place.
         words = [(find_words(atom.expected), find_words(sentence.text[atom.start : atom.end])) for atom in missing]

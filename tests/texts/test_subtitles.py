@@ -92,35 +92,26 @@ def replaced(text, changes):
     return text
 
 
-def test_srt(decoded):
-    texts, output = decoded("talk.srt", SRT)
-    assert texts[0] == "We saw the small dog &amp; the cat." and len(texts) == 3
-    changes = {
-        "We saw the small": "WE SAW THE SMALL",
-        "dog & the cat.": "DOG & THE CAT.",
-        "Is it <b>here</b>?": "IS IT <b>HERE</b>?",
-        "No.": "NO.",
-        "A longer sentence is here, and\nit has two lines of": "A LONGER SENTENCE IS HERE, AND\nIT HAS TWO LINES OF",
-        " text.": " TEXT.",
-    }
-    assert output == replaced(SRT, changes)
-    _, output = decoded("talk.srt", "\ufeff" + SRT.replace("\n", "\r\n"))
-    assert output == "\ufeff" + replaced(SRT, changes).replace("\n", "\r\n")
+SRT_CHANGES = {
+    "We saw the small": "WE SAW THE SMALL",
+    "dog & the cat.": "DOG & THE CAT.",
+    "Is it <b>here</b>?": "IS IT <b>HERE</b>?",
+    "No.": "NO.",
+    "A longer sentence is here, and\nit has two lines of": "A LONGER SENTENCE IS HERE, AND\nIT HAS TWO LINES OF",
+    " text.": " TEXT.",
+}
+VTT_CHANGES = {"Tom &amp; Eva are <c.loud>here": "TOM &amp; EVA ARE <c.loud>HERE", "and there.": "AND THERE."}
+ASS_CHANGES = {"{\\i1}the small, old\\Ndog{\\i0} and": "{\\i1}THE SMALL, OLD\\NDOG{\\i0} AND", ",,Exit": ",,EXIT"}
+# The second cue of WebVTT comes too late to continue the first one.
+FORMATS = [(".srt", SRT, SRT_CHANGES, 3), (".vtt", VTT, VTT_CHANGES, 2), (".ass", ASS, ASS_CHANGES, 2)]
 
 
-def test_vtt_keeps_settings_notes_and_names(decoded):
-    texts, output = decoded("talk.vtt", VTT)
-    # The second cue comes too late to continue the first one.
-    assert len(texts) == 2
-    changes = {"Tom &amp; Eva are <c.loud>here": "TOM &amp; EVA ARE <c.loud>HERE", "and there.": "AND THERE."}
-    assert output == replaced(VTT, changes)
-
-
-def test_ass_keeps_styles_comments_and_songs(decoded):
-    texts, output = decoded("talk.ass", ASS)
-    assert len(texts) == 2
-    sentence = "{\\i1}the small, old\\Ndog{\\i0} and"
-    assert output == replaced(ASS, {sentence: "{\\i1}THE SMALL, OLD\\NDOG{\\i0} AND", ",,Exit": ",,EXIT"})
+@pytest.mark.parametrize(("suffix", "content", "changes", "num_texts"), FORMATS, ids=[name for name, *_ in FORMATS])
+def test_all_but_the_words_stays(suffix, content, changes, num_texts, decoded):
+    texts, output = decoded(f"talk{suffix}", content)
+    assert output == replaced(content, changes) and len(texts) == num_texts
+    _, output = decoded(f"talk{suffix}", "\ufeff" + content.replace("\n", "\r\n"))
+    assert output == "\ufeff" + replaced(content, changes).replace("\n", "\r\n")
 
 
 WORDS = st.sampled_from(

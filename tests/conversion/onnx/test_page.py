@@ -148,13 +148,6 @@ def test_narrow_windows(site, browser):
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_a_browser_without_simd_gets_a_sentence(site, browser):
-    source = {"source": "WebAssembly.validate = () => false"}
-    browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", source)
-    browser.get(site)
-    wait_for(lambda: "WebAssembly with SIMD" in one(browser, "#phase").text)
-
-
 @pytest.mark.parametrize("name, message", [("library", "library/ is missing"), ("onnx", "The model cannot be loaded.")])
 def test_missing_files_get_a_sentence(name, message, exported, browser, tmp_path):
     shutil.copytree(exported[1], tmp_path / "web", ignore=shutil.ignore_patterns(name))

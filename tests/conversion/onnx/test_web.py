@@ -84,7 +84,7 @@ def test_folder_has_the_files_of_transformers_js(exported):
     _, folder = exported
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     graphs = {f"onnx/{name.removesuffix('.onnx')}{kind}.onnx" for name in GRAPH_NAMES for kind in ("", "_quantized")}
-    page = {"index.html", "page.css", "page.mjs", "metaphrase.mjs", "README.md"}
+    page = {"index.html", "common.css", "common.js", "page.css", "page.mjs", "metaphrase.mjs", "README.md"}
     library = {f"library/{Path(name).name}" for name in LIBRARY_FILES}
     tokenizers = {
         f"{side}{name}" for side in ("", "target_tokenizer/") for name in ("tokenizer.json", "tokenizer_config.json")

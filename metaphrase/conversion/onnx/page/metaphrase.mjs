@@ -103,7 +103,7 @@ export class TextModel {
     const processors = this.model._get_logits_processor(settings, 1);
     const decoder = new Decoder(this.library, this.model, sourceIds);
     const start = { token: settings.decoder_start_token_id, parent: null, ids: [BigInt(settings.decoder_start_token_id)], score: 0 };
-    const search = isBeamSearch ? new BeamSearch(settings, ends, maxLength) : new GreedySearch(ends, maxLength);
+    const search = new BeamSearch(settings, ends, maxLength);
     for (let nodes = [start]; ; ) {
       await onStep?.();
       const { logits, attention } = await decoder.step(nodes.map((node) => node.token));
@@ -200,27 +200,10 @@ function checkOptions(options) {
   }
 }
 
-function extend(node, token, row, score, attention) {
-  return { token, parent: node, ids: [...node.ids, BigInt(token)], row, score, attention: attention[row] };
-}
-
-class GreedySearch {
-  constructor(ends, maxLength) {
-    Object.assign(this, { ends, maxLength });
-  }
-
-  advance([node], [scores], attention) {
-    let best = 0;
-    for (let token = 1; token < scores.length; token += 1) if (scores[token] > scores[best]) best = token;
-    this.best = extend(node, best, 0, 0, attention);
-    return this.ends.includes(best) || this.best.ids.length >= this.maxLength ? [] : [this.best];
-  }
-}
-
-// Beam search as in transformers, for one source: same candidates, same scores, same end.
+// Beam search as in transformers, for one source: same candidates, same scores, same end. One beam is greedy search.
 class BeamSearch {
   constructor({ num_beams, length_penalty, early_stopping }, ends, maxLength) {
-    Object.assign(this, { numBeams: num_beams, ends, maxLength, earlyStopping: early_stopping, finished: [] });
+    Object.assign(this, { numBeams: num_beams ?? 1, ends, maxLength, earlyStopping: early_stopping, finished: [] });
     this.lengthPenalty = length_penalty ?? 1;
   }
 
@@ -229,14 +212,14 @@ class BeamSearch {
   }
 
   advance(nodes, scores, attention) {
-    const numCandidates = Math.max(2, 1 + this.ends.length) * this.numBeams;
+    const numCandidates = this.numBeams > 1 ? Math.max(2, 1 + this.ends.length) * this.numBeams : 1;
     const candidates = topCandidates(nodes, scores, numCandidates).map(({ row, token, score }) => {
-      const node = extend(nodes[row], token, row, score, attention);
+      const parent = nodes[row];
+      const node = { token, parent, ids: [...parent.ids, BigInt(token)], row, score, attention: attention[row] };
       return { node, isLast: this.ends.includes(token) || node.ids.length >= this.maxLength };
     });
     const length = nodes[0].ids.length;
-    for (const { node, isLast } of candidates.slice(0, this.numBeams)) {
-      if (!isLast) continue;
+    for (const { node } of candidates.slice(0, this.numBeams).filter(({ isLast }) => isLast)) {
       this.finished.push({ node, score: node.score / length ** this.lengthPenalty });
     }
     this.finished.sort((left, right) => right.score - left.score);

@@ -2,37 +2,14 @@
 
 import { load, TooLongError } from "./metaphrase.mjs";
 
-const at = (id) => document.getElementById(id);
-const DELAY_MILLISECONDS = 250;
 const MAX_CHARACTERS = 10_000;
 // Between decoding steps the browser draws and takes keys.
 const MILLISECONDS_BETWEEN_PAUSES = 30;
 const MAX_KEPT_RESULTS = 500;
-// A module of one function with a vector operation.
-const SIMD_MODULE = [0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253, 15, 253, 98, 11];
-const source = at("source"), target = at("target");
 const results = new Map();
-let model, timer, run = 0, isCut = false, isRefused = false, active = null;
-
-class StoppedError extends Error {}
-
-// A browser may refuse to store anything.
-function remember(name, value) {
-  try {
-    if (value !== undefined) localStorage.setItem(name, value);
-    return localStorage.getItem(name);
-  } catch {
-    return null;
-  }
-}
-
-function say(text, isWrong = false) {
-  at("status").textContent = text;
-  at("status").classList.toggle("wrong", isWrong);
-}
+let model, run = 0, active = null;
 
 function refuse(text) {
-  isRefused = true;
   at("bar").hidden = true;
   at("phase").textContent = text;
   at("phase").classList.add("wrong");
@@ -40,29 +17,13 @@ function refuse(text) {
 
 function showProgress(name, loaded, total) {
   // Other files may still load after an error.
-  if (isRefused) return;
+  if (at("bar").hidden) return;
   at("phase").textContent = name;
   if (total) Object.assign(at("bar"), { value: Math.min(loaded, total), max: total });
   else at("bar").removeAttribute("value");
 }
 
-async function fetchBytes(url, onProgress) {
-  const response = await fetch(url);
-  if (!response.ok) throw new Error(`${url} answers with status ${response.status}`);
-  const total = Number(response.headers.get("Content-Length")), parts = [];
-  let loaded = 0;
-  for (const reader = response.body.getReader(); ;) {
-    const { done, value } = await reader.read();
-    if (done) return new Uint8Array(await new Blob(parts).arrayBuffer());
-    parts.push(value);
-    onProgress((loaded += value.length), total);
-  }
-}
-
 async function start() {
-  setTheme(remember("metaphrase-theme"));
-  const isSupported = typeof WebAssembly === "object" && WebAssembly.validate(new Uint8Array(SIMD_MODULE));
-  if (!isSupported) return refuse("This browser cannot run the model: it has no WebAssembly with SIMD. A browser of 2021 or newer has.");
   let library;
   showProgress("Loading the library");
   try {
@@ -72,8 +33,9 @@ async function start() {
     // No file comes from another server, nor from an older export of the same address.
     Object.assign(env, { allowLocalModels: true, allowRemoteModels: false, useBrowserCache: false, useWasmCache: false });
     env.backends.onnx.wasm.wasmPaths = { wasm: url(wasm), mjs: url(mjs) };
-    const onProgress = (loaded, total) => showProgress("Loading the library", loaded, total);
-    env.backends.onnx.wasm.wasmBinary = await fetchBytes(url(wasm), onProgress);
+    const response = await fetch(url(wasm));
+    if (!response.ok) throw new Error(`${wasm} answers with status ${response.status}`);
+    env.backends.onnx.wasm.wasmBinary = await response.arrayBuffer();
   } catch (error) {
     return refuse(`The folder library/ is missing or incomplete. “metaphrase export --format web --library node_modules” copies it. (${error.message})`);
   }
@@ -88,40 +50,27 @@ async function start() {
   offerSearches();
   source.disabled = false;
   source.focus();
-  listen();
+  listenToTexts({ count, translate, choose });
+  for (const id of ["search", "splits"]) at(id).addEventListener("change", translate);
   count();
   translate();
 }
 
 function offerSearches() {
-  const own = model.settings.num_beams ?? 1;
-  for (const [value, name] of [[1, "Greedy"], [own > 1 ? own : 4, `${own > 1 ? own : 4} beams`]]) {
-    const option = document.createElement("option");
-    Object.assign(option, { value, textContent: name, selected: value === own });
-    at("search").append(option);
-  }
+  const own = model.settings.num_beams ?? 1, beams = own > 1 ? own : 4;
+  for (const [value, name] of [[1, "Greedy"], [beams, `${beams} beams`]])
+    Object.assign(element("option", name, at("search")), { value, selected: value === own });
 }
 
 // Return sentences and the layout between them, in turn: layout, sentence, layout, ...
 function split(text) {
-  const parts = [""];
-  const add = (sentence, layout) => parts.push(sentence, layout);
+  const parts = [""], segmenter = new Intl.Segmenter(undefined, { granularity: "sentence" });
   for (const line of text.split(/(\r\n|\r|\n)/)) {
-    if (!line.trim()) {
-      parts[parts.length - 1] += line;
-      continue;
-    }
-    const isDivided = at("splits").checked && typeof Intl.Segmenter === "function";
-    const pieces = isDivided ? Array.from(new Intl.Segmenter(undefined, { granularity: "sentence" }).segment(line), ({ segment }) => segment) : [line];
+    const pieces = at("splits").checked ? Array.from(segmenter.segment(line), ({ segment }) => segment) : [line];
     for (const piece of pieces) {
-      const sentence = piece.trim();
-      if (!sentence) {
-        parts[parts.length - 1] += piece;
-        continue;
-      }
-      const begin = piece.indexOf(sentence);
+      const sentence = piece.trim(), begin = sentence ? piece.indexOf(sentence) : piece.length;
       parts[parts.length - 1] += piece.slice(0, begin);
-      add(sentence, piece.slice(begin + sentence.length));
+      if (sentence) parts.push(sentence, piece.slice(begin + sentence.length));
     }
   }
   return parts;
@@ -146,10 +95,10 @@ async function translate() {
       await new Promise((resolve) => setTimeout(resolve));
       last = performance.now();
     }
-    if (own !== run) throw new StoppedError();
+    if (own !== run) throw new Error("stopped");
   };
-  isCut = false;
   try {
+    let isCut = false;
     for (let index = 1; index < parts.length; index += 2) {
       drawn[index] = await find(parts[index], num_beams, onStep);
       if (own !== run) return;
@@ -158,11 +107,10 @@ async function translate() {
     draw(drawn);
     const isWrong = isCut || drawn.some((part) => part instanceof TooLongError);
     say(isCut ? "A target met the length limit and is cut." : isWrong ? "A part of the text is too long." : `${Math.round(performance.now() - begin)} ms`, isWrong);
-    target.setAttribute("aria-busy", "false");
   } catch (error) {
-    if (error instanceof StoppedError) return;
-    target.setAttribute("aria-busy", "false");
-    say(`The model failed: ${error?.message ?? error}`, true);
+    if (own === run) say(`The model failed: ${error?.message ?? error}`, true);
+  } finally {
+    if (own === run) target.setAttribute("aria-busy", "false");
   }
 }
 
@@ -183,36 +131,17 @@ async function find(sentence, num_beams, onStep) {
 function draw(parts) {
   target.replaceChildren(parts[0]);
   for (let index = 1; index < parts.length; index += 2) {
-    drawSentence(parts[index]);
+    const result = parts[index];
+    if (result instanceof TooLongError) {
+      element("span", `[${result.message}]`, target).className = "wrong";
+    } else {
+      const map = (result.map ??= model.align(result));
+      appendWords(map.targetText, map.targetWords, { map });
+    }
     target.append(parts[index + 1]);
   }
-  const first = target.querySelector(".word");
-  if (first) first.tabIndex = 0;
-  at("copy").hidden = !first || !navigator.clipboard;
+  offerWords();
   look(null);
-}
-
-function element(name, text, parent) {
-  const made = document.createElement(name);
-  made.textContent = text;
-  parent.append(made);
-  return made;
-}
-
-function drawSentence(result) {
-  if (result instanceof TooLongError) {
-    element("span", `[${result.message}]`, target).className = "wrong";
-    return;
-  }
-  const map = (result.map ??= model.align(result));
-  let offset = 0;
-  for (const [index, word] of map.targetWords.entries()) {
-    target.append(map.targetText.slice(offset, word.start));
-    const span = element("span", word.text, target);
-    Object.assign(span, { className: "word", role: "button", tabIndex: -1, map, index });
-    offset = word.end;
-  }
-  target.append(map.targetText.slice(offset));
 }
 
 // Mark the source words that a target word attends to.
@@ -220,79 +149,14 @@ function look(word) {
   active?.classList.remove("active");
   active = word;
   word?.classList.add("active");
-  const words = at("words"), weights = word?.map.weights[word.index] ?? [];
-  const highest = Math.max(0, ...weights);
-  words.hidden = !highest;
-  words.replaceChildren();
+  const weights = word?.map.weights[word.index] ?? [], highest = Math.max(0, ...weights);
+  at("words").hidden = !highest;
   const hasWords = target.querySelector(".word");
   at("hint").textContent = !hasWords ? "" : !word ? "Choose a word of the target to see its source words." : highest ? `Source words of \u2068${word.textContent}\u2069:` : "This model shows no source words.";
-  if (!highest) return;
-  const { sourceText, sourceWords } = word.map;
-  let offset = 0;
-  for (const [index, { start, end, text }] of sourceWords.entries()) {
-    words.append(sourceText.slice(offset, start));
-    const share = weights[index] / highest;
-    const part = element(share < 0.05 ? "span" : "mark", text, words);
-    part.style.setProperty("--weight", share);
-    part.title = `${Math.round(100 * weights[index])} %`;
-    offset = end;
-  }
-  words.append(sourceText.slice(offset));
+  if (highest) drawMarks(at("words"), word.map.sourceText, word.map.sourceWords, weights);
 }
 
-function move(event) {
-  const word = event.target.closest(".word"), words = [...target.querySelectorAll(".word")];
-  const isReversed = getComputedStyle(target).direction === "rtl";
-  const steps = { ArrowRight: isReversed ? -1 : 1, ArrowLeft: isReversed ? 1 : -1 };
-  if (event.key === "Escape") look(null);
-  else if (word && (event.key === "Enter" || event.key === " ")) look(word === active ? null : word);
-  else if (word && event.key in steps) words[words.indexOf(word) + steps[event.key]]?.focus();
-  else return;
-  event.preventDefault();
-}
-
-function count() {
-  const length = Array.from(source.value).length;
-  at("count").textContent = `${length.toLocaleString("en")} / ${MAX_CHARACTERS.toLocaleString("en")}`;
-  at("clear").hidden = !length;
-}
-
-function setTheme(theme) {
-  const isDark = theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  if (theme) document.documentElement.dataset.theme = theme;
-  at("theme").textContent = isDark ? "Light theme" : "Dark theme";
-  at("theme").hidden = false;
-  at("theme").onclick = () => setTheme(remember("metaphrase-theme", isDark ? "light" : "dark") ?? (isDark ? "light" : "dark"));
-}
-
-function listen() {
-  const wait = () => {
-    clearTimeout(timer);
-    timer = setTimeout(translate, DELAY_MILLISECONDS);
-  };
-  source.addEventListener("input", (event) => {
-    count();
-    // An unfinished character of an input method is no text yet.
-    if (!event.isComposing) wait();
-  });
-  source.addEventListener("compositionend", wait);
-  for (const id of ["search", "splits"]) at(id).addEventListener("change", translate);
-  target.addEventListener("click", (event) => {
-    const word = event.target.closest(".word");
-    if (word) look(word === active ? null : word);
-  });
-  target.addEventListener("focusin", (event) => {
-    for (const word of target.querySelectorAll(".word[tabindex='0']")) word.tabIndex = -1;
-    event.target.tabIndex = 0;
-  });
-  target.addEventListener("keydown", move);
-  at("clear").addEventListener("click", () => {
-    source.value = "";
-    count();
-    translate();
-    source.focus();
-  });
-  at("copy").addEventListener("click", () => navigator.clipboard.writeText(target.textContent).then(() => say("Copied."), () => say("The browser does not let the page copy.", true)));
-}
+const choose = (word) => look(word === active ? null : word);
+const count = () => showLength(MAX_CHARACTERS);
 
 start();
