@@ -290,6 +290,8 @@ function showStep() {
   const steps = pair.paths[at("path").value] ?? [];
   at("step").max = Math.max(0, steps.length - 1);
   const index = Number(at("step").value), step = steps[index], body = at("candidates").tBodies[0];
+  at("back").disabled = index === 0;
+  at("next").disabled = index >= steps.length - 1;
   body.replaceChildren();
   if (!step) return;
   const tokens = [pair.decoder_tokens.tokens[0], ...steps.slice(0, index).map((s) => s.token)];
@@ -394,6 +396,8 @@ for (const [id, show] of [["pair", showPair], ["position", showPositions], ["pos
 at("kind").addEventListener("change", () => { layerOptions(); showAttention(); });
 at("path").addEventListener("change", () => { at("step").value = 0; showStep(); });
 at("step").addEventListener("input", showStep);
+for (const [id, way] of [["back", -1], ["next", 1]])
+  at(id).addEventListener("click", () => { at("step").value = Number(at("step").value) + way; showStep(); });
 for (const id of ["queries", "keys"]) {
   const tokenOf = (event) => event.target.closest("button.token");
   at(id).addEventListener("mouseover", (event) => tokenOf(event) && point(tokenOf(event)));

@@ -160,7 +160,7 @@ def test_words_of_a_row_add_up_to_one(browser, shown):
 
 def test_steps_and_tree(browser, shown):
     first = shown[0]
-    one(browser, "#step").send_keys(browser.keys.ARROW_RIGHT)
+    one(browser, "#next").click()
     step = first.paths["target"][1]
     assert texts(browser, "#candidates tbody tr td:nth-child(2)") == [str(index) for index in step.ids]
     shares = [float(text.split(" %")[0]) for text in texts(browser, "#candidates tbody tr td:nth-child(3)")]
