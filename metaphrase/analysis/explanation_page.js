@@ -232,9 +232,10 @@ function showAttention() {
   const unit = at("unit").value, sides = sidesOf(kind);
   ["queries", "keys"].forEach((id, side) => {
     element("b", [kind === "cross" ? "target (query)" : "query", kind === "cross" ? "source (key)" : "key"][side], at(id));
-    sides[side][unit].forEach((text) => {
+    sides[side][unit].forEach((text, index) => {
       const button = element("button", text, at(id), "token");
       button.type = "button";
+      button.tabIndex = index ? -1 : 0;
       button.setAttribute("aria-pressed", "false");
     });
   });
@@ -268,6 +269,17 @@ function point(button) {
   if (isQuery && rest >= 0.005) said.push("others " + percent(rest));
   if (!said.length) said.push("less than 1 % of each");
   at("reading").textContent = inline(button.textContent) + (isQuery ? " ← " : " → ") + said.join(", ");
+}
+
+function walk(event) {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], button = event.target.closest("button.token");
+  if (!step || !button) return;
+  const line = buttonsOf(button.parentElement.id), next = line[line.indexOf(button) + step];
+  if (!next) return;
+  event.preventDefault();
+  button.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
 }
 
 function showLabels() {
@@ -339,7 +351,7 @@ function showTree() {
   });
   nodes.forEach((node, index) => {
     const [x, y] = spots[index];
-    const group = svg("g", root, { class: "node " + node.state, "data-node": index, tabindex: 0, role: "button", transform: `translate(${x} ${y})` });
+    const group = svg("g", root, { class: "node " + node.state, "data-node": index, tabindex: -1, role: "button", transform: `translate(${x} ${y})` });
     svg("rect", group, { width: wide, height: 26, rx: 5 });
     const mark = node.rank ? "#" + node.rank : { kept: "", finished: "✓", pruned: "✗", open: "…" }[node.state];
     const token = Array.from(shown(node.token)), most = mark ? 7 : 9;
@@ -356,11 +368,26 @@ function showTree() {
 
 function pick(index) {
   const path = new Set(chain(index).map(String)), node = pair.beam.nodes[index];
-  for (const part of at("tree").querySelectorAll("[data-node]")) part.classList.toggle("path", path.has(part.dataset.node));
+  for (const part of at("tree").querySelectorAll("[data-node]")) {
+    part.classList.toggle("path", path.has(part.dataset.node));
+    if (part.matches(".node")) part.setAttribute("tabindex", Number(part.dataset.node) === index ? 0 : -1);
+  }
   if (!node) return (at("hypothesis").textContent = "");
   const tokens = chain(index).map((step) => inline(pair.beam.nodes[step].token)).join(" ");
   const result = node.rank ? `, result ${node.rank} with score ${node.score.toFixed(4)}` : "";
   at("hypothesis").textContent = `${tokens}: log-probability ${node.total.toFixed(4)}, ${STATES[node.state]}${result}.`;
+}
+
+// Up and down within the candidates, left to the hypothesis before, right to its best continuation.
+function climb(event) {
+  const { nodes } = pair.beam, index = Number(nodeOf(event)?.dataset.node);
+  const next = {
+    ArrowUp: index - 1, ArrowDown: index + 1, ArrowLeft: nodes[index]?.parent,
+    ArrowRight: nodes.findIndex((node) => node.parent === index),
+  }[event.key];
+  if (!nodes[next]) return;
+  event.preventDefault();
+  at("tree").querySelector(`.node[data-node="${next}"]`).focus();
 }
 
 function layerOptions() {
@@ -404,6 +431,7 @@ for (const id of ["queries", "keys"]) {
   at(id).addEventListener("mouseleave", () => point(pinned));
   at(id).addEventListener("focusin", (event) => tokenOf(event) && point(tokenOf(event)));
   at(id).addEventListener("focusout", () => point(pinned));
+  at(id).addEventListener("keydown", walk);
   at(id).addEventListener("click", (event) => {
     if (!tokenOf(event)) return;
     pinned = pinned === tokenOf(event) ? null : tokenOf(event);
@@ -412,6 +440,7 @@ for (const id of ["queries", "keys"]) {
 }
 const nodeOf = (event) => event.target.closest(".node");
 at("tree").addEventListener("click", (event) => nodeOf(event) && pick(Number(nodeOf(event).dataset.node)));
+at("tree").addEventListener("keydown", climb);
 at("tree").addEventListener("focusin", (event) => nodeOf(event) && pick(Number(nodeOf(event).dataset.node)));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 showPair();

@@ -175,7 +175,7 @@ def test_steps_and_tree(browser, shown):
     one(browser, f".node[data-node='{index}'] rect").click()
     assert f"log-probability {nodes[index].total:.4f}, pruned" in one(browser, "#hypothesis").text
     keys = browser.keys
-    browser.switch_to.active_element.send_keys(keys.SHIFT, keys.TAB)
+    browser.switch_to.active_element.send_keys(keys.ARROW_UP)
     assert f"log-probability {nodes[index - 1].total:.4f}, " in one(browser, "#hypothesis").text
     choose(browser, "path", "beam")
     assert texts(browser, "#candidates tr.chosen td:nth-child(2)") == [str(first.paths["beam"][0].choice)]
