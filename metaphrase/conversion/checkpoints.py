@@ -16,7 +16,6 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
-from transformers.utils.hub import convert_file_size_to_int
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
@@ -133,13 +132,6 @@ def our_skeleton(folder: Path, weights: WeightFiles) -> PreTrainedModel:
     return model
 
 
-def save_config(output: Path, model: PreTrainedModel) -> None:
-    """Write configuration and code of our model."""
-    model.config.architectures = [type(model).__name__]
-    custom_object_save(model, output, config=model.config)
-    model.config.save_pretrained(output)
-
-
 def write_ours(
     output: Path,
     model: PreTrainedModel,
@@ -148,15 +140,11 @@ def write_ours(
     max_shard_size: int | str,
 ) -> None:
     """Write configuration, code, generation settings and planned weights of our model, whose own weights are not read."""
-    save_config(output, model)
+    model.config.architectures = [type(model).__name__]
+    custom_object_save(model, output, config=model.config)
+    model.config.save_pretrained(output)
     generation.save_pretrained(output)
-    write_files(output, planned, max_shard_size)
-
-
-def write_files(output: Path, planned: Mapping[str, PlannedTensor], max_shard_size: int | str) -> None:
-    """Write planned weights in files of a largest size, in bytes or such as 500MB."""
-    is_number = str(max_shard_size).isdecimal()
-    write_weights(output, planned, int(max_shard_size) if is_number else convert_file_size_to_int(max_shard_size))
+    write_weights(output, planned, max_shard_size)
 
 
 class TorchWeights(WeightFiles):
