@@ -15,7 +15,6 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
@@ -172,12 +171,6 @@ class TorchWeights(WeightFiles):
             name: Kind(_STORED_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
             for name, tensor in sorted(tensors.items())
         }
-
-
-def open_weights(folder: Path, files: contextlib.ExitStack) -> WeightFiles:
-    """Return the weights of a folder: those in safetensors, or those in torch's files if there are no others."""
-    names = weight_names(folder, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    return TorchWeights(folder, names) if names and not weight_names(folder) else WeightFiles(folder, files)
 
 
 def export_folder(

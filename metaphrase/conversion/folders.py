@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families import FAMILIES, REFUSED
@@ -24,7 +24,7 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
-from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, write_weights
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, weight_names, write_weights
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,9 @@ def _convert_family(folder: Path, config: dict, to: str | None, output: Path, ma
         raise MetaphraseError(f"A checkpoint must hold plain weights, got `quantization_config` in {folder}: {text}.")
     family = FAMILIES[name].of_model(config)
     with contextlib.ExitStack() as files:
-        weights = checkpoints.open_weights(folder, files)
+        names = weight_names(folder, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+        is_torch = names and not weight_names(folder)
+        weights = checkpoints.TorchWeights(folder, names) if is_torch else WeightFiles(folder, files)
         # Older checkpoints keep the generation settings in the model's config.
         is_old = not (folder / GENERATION_CONFIG_NAME).is_file()
         names = {"config_file_name": CONFIG_NAME, "_from_model_config": True} if is_old else {}

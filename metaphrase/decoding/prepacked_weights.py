@@ -64,7 +64,7 @@ class WeightRecord:
     """
 
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]):
-        self._module, self._modules, self._weights = module, walk(module), weights
+        self._module, self._modules, self._weights = module, [*module.modules()], weights
         # Views show the current entries as long as the addresses are the same. An odd step meets many columns.
         steps = [max(1, weight.numel() // _SAMPLED_ENTRIES) | 1 for weight in weights]
         self._views = [weight.detach().flatten()[::step] for weight, step in zip(weights, steps, strict=True)]
@@ -88,19 +88,6 @@ class WeightRecord:
             objects += (type(module), *module._modules.values(), *module._parameters.values())
         versions = [(weight.data_ptr(), weight._version) for weight in self._weights]
         return objects, versions, torch.cat(self._views) if self._views else torch.empty(0)
-
-
-def walk(*modules: nn.Module) -> list[nn.Module]:
-    """Return modules and all their submodules. A shared submodule comes once per place.
-
-    `nn.Module.modules()` makes names as well, which takes several times as long.
-    """
-    reached = list(modules)
-    for module in reached:
-        # The loop also visits modules that it appends.
-        if module._modules:
-            reached += [child for child in module._modules.values() if child is not None]
-    return reached
 
 
 def can_record(layer: nn.Module) -> bool:
@@ -230,7 +217,7 @@ def encode_without_padding(
     is_token = attention_mask != 0
     if bool(is_token.sum() > (1 - LEAST_PADDING) * is_token.numel()):
         return None
-    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in walk(encoder.layers))
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in encoder.layers.modules())
     # Each row must have one stretch of tokens: a hole would change distances, and a segment must not be empty.
     starts = nn.functional.pad(is_token, (1, 0)).int().diff() > 0
     if has_hooks or not bool((starts.sum(dim=1) == 1).all()):
