@@ -6,12 +6,11 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
@@ -25,7 +24,7 @@ from metaphrase.storage.folders import (
     refuse_outer_links,
     write_provenance,
 )
-from metaphrase.storage.loading import check_model_folder, load_pretrained
+from metaphrase.storage.loading import check_model_folder, load_pretrained, refuse_missing_folder
 from metaphrase.storage.weight_files import Kind, PlannedTensor, WeightFiles, listed, weight_names, write_weights
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
@@ -40,7 +39,7 @@ TOKENIZER_FILES = (
 LICENCES = ("LICENSE*", "NOTICE*")
 # Sinusoids have no limit, but a table has. A longer text raises an error.
 SINUSOIDAL_POSITIONS = 4096
-_STORED_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+STORED_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 # Fields that few families have, with their values in all others.
 RARE_FIELDS = {
@@ -59,26 +58,21 @@ def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
     name = os.fspath(source)
     if os.path.isdir(name):
         return Path(name)
+    refuse_missing_folder(name, "source")
     files = ["*.json", "*.safetensors", *TOKENIZER_FILES, *LICENCES, f"{TARGET_SUBFOLDER}/*"]
     # Folders hold a run's checkpoints or other formats. A star also matches a slash.
     options = {"revision": revision, "ignore_patterns": ["*/*.safetensors", "*/*.bin"]}
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=files, **options))
-        # Many models have their weights in both formats.
-        files.append("pytorch_model*.bin")
-        return folder if weight_names(folder) else Path(snapshot_download(name, allow_patterns=files, **options))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        text = f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"
-        raise MetaphraseError(text) from error
+    folder = Path(snapshot_download(name, allow_patterns=files, **options))
+    # Many models have their weights in both formats.
+    files.append("pytorch_model*.bin")
+    return folder if weight_names(folder) else Path(snapshot_download(name, allow_patterns=files, **options))
 
 
-@contextlib.contextmanager
-def new_folder(output: Path, sources: Sequence[Path], overwrite: bool, mark: str, action: str) -> Iterator[Path]:
-    """Yield the folder that becomes `output`, which `check_output` checks before the block and behind."""
-    check = functools.partial(check_output, output, sources, overwrite, mark, action)
-    check()
-    with folder_in_one_step(output, check) as partial:
-        yield partial
+def new_folder(
+    output: Path, sources: Sequence[Path], overwrite: bool, mark: str, action: str
+) -> contextlib.AbstractContextManager[Path]:
+    """Yield the folder that becomes `output`, which `check_output` checks."""
+    return folder_in_one_step(output, functools.partial(check_output, output, sources, overwrite, mark, action))
 
 
 def copy_files(folder: Path, output: Path, patterns: Sequence[str], name: str = "") -> None:
@@ -168,7 +162,7 @@ class TorchWeights(WeightFiles):
             tensors |= named
         self.load = tensors.__getitem__
         self.kinds = {
-            name: Kind(_STORED_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+            name: Kind(STORED_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
             for name, tensor in sorted(tensors.items())
         }
 

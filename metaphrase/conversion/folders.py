@@ -89,9 +89,6 @@ def _convert_family(folder: Path, config: dict, to: str | None, output: Path, ma
     field, name = ("to", to) if model_type == checkpoints.OURS else ("model_type", model_type)
     if name not in FAMILIES:
         raise MetaphraseError(f"`{field}` must be one of {', '.join(FAMILIES)}, got {name!r} for {folder}.")
-    if config.get("quantization_config"):
-        text = "load it with transformers, and call `dequantize` and `save_pretrained`"
-        raise MetaphraseError(f"A checkpoint must hold plain weights, got `quantization_config` in {folder}: {text}.")
     family = FAMILIES[name].of_model(config)
     with contextlib.ExitStack() as files:
         names = weight_names(folder, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
@@ -149,8 +146,9 @@ def _plan_ours(
     planned = {}
     for name, counterpart in counterparts.items():
         kind = weights.kinds[counterpart.name]
-        if not kind.is_floating_point:
-            raise MetaphraseError(f"The weight `{counterpart.name}` must be of floating point, got {kind.dtype}.")
+        if kind.dtype not in checkpoints.STORED_TYPES.values():
+            text = "Load a quantized model with transformers, and call `dequantize` and `save_pretrained`"
+            raise MetaphraseError(f"`{counterpart.name}` must be of floating point, got {kind.dtype}. {text}.")
         checkpoints.check_shape(counterpart.name, kind.shape, counterpart.their_shape(our_shapes[name]))
         planned[name] = PlannedTensor(kind.nbytes, lambda item=counterpart: item.to_ours(weights.read(item.name)))
     return ours, planned

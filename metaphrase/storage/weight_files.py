@@ -32,10 +32,6 @@ class Kind(NamedTuple):
         return str(tuple(self))
 
     @property
-    def is_floating_point(self) -> bool:
-        return self.dtype.startswith(("F", "BF"))
-
-    @property
     def nbytes(self) -> int:
         bits = re.search(r"\d+", self.dtype)
         return math.prod(self.shape) * (int(bits.group()) // 8 if bits else 1)
