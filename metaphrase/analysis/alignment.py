@@ -110,9 +110,7 @@ def cross_attentions(
             output = model(**inputs, output_attentions=True, use_cache=False, return_dict=True)
         layers = getattr(output, "cross_attentions", None)
         if not layers or any(weights is None for weights in layers):
-            raise MetaphraseError(
-                f"A model must return cross-attentions, got a {type(model).__name__}, which does not."
-            )
+            raise MetaphraseError(f"A model must return cross-attentions, got a {type(model).__name__} without.")
         # (batch, heads, target, source)
         layers = [weights.float().cpu() for weights in layers]
         for row, index in enumerate(batch):

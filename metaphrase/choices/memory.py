@@ -215,7 +215,7 @@ def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
         drops, has_cap = config.attention_dropout > 0, config.attn_logit_softcapping is not None
         if precision.on_accelerator and not has_cap:
             return 0
-        if shape.is_packed and not precision.on_accelerator and not has_blocks:
+        if shape.is_packed and not precision.on_accelerator and not has_blocks and not has_cap:
             # Larger scores are computed again.
             return scores * ((element if element * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
         # A CPU's kernel for padded rows and blocks has no dropout and no trained bias: then plain products in float32 are used.

@@ -52,13 +52,12 @@ class Grid:
     def __init__(self, packing: Packing, heads: int):
         self.blocks = list(_make_blocks(packing, heads))
         self.num_scores = sum(block.rows * block.query_width * block.key_width for block in self.blocks)
-        # Blocks of the same sequences have the same width.
-        widths = {(block.sequences.start, block.sequences.stop): block for block in self.blocks}
-        sequences = [slice(*bounds) for bounds in widths]
-        self.queries = GridSide(packing.queries, heads, sequences, [block.query_width for block in widths.values()])
-        self.keys = self.queries
+        # The blocks of all heads of the same sequences have the same width.
+        first = [block for block in self.blocks if block.heads.start == 0]
+        sequences = [block.sequences for block in first]
+        self.queries = self.keys = GridSide(packing.queries, heads, sequences, [block.query_width for block in first])
         if packing.keys is not packing.queries:
-            self.keys = GridSide(packing.keys, heads, sequences, [block.key_width for block in widths.values()])
+            self.keys = GridSide(packing.keys, heads, sequences, [block.key_width for block in first])
 
     def parts(
         self, query_cells: Sequence[torch.Tensor], key_cells: Sequence[torch.Tensor]
@@ -112,9 +111,8 @@ def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:
                 break
             stop, widths = stop + 1, wider
         query_width, key_width = widths
-        step = heads
-        while step > 1 and (stop - start) * step * query_width * key_width > BLOCK_ENTRIES:
-            step = max(part for part in range(1, step) if heads % part == 0)
+        most = BLOCK_ENTRIES // ((stop - start) * query_width * key_width)
+        step = max(part for part in range(1, heads + 1) if heads % part == 0 and part <= max(most, 1))
         for head in range(0, heads, step):
             ends = [
                 (slice(number * step, (number + 1) * step), length)
@@ -130,17 +128,15 @@ class _GridAttention(torch.autograd.Function):
     """Softmax attention with its gradient written out (Vaswani et al. 2017, section 3.2, arXiv 1706.03762)."""
 
     @staticmethod
-    def forward(
-        ctx, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float, cap: float | None, *rows: torch.Tensor
-    ):
+    def forward(ctx, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float, *rows: torch.Tensor):
         # `keeps_weights` stores the attention weights for the backward pass, which else computes them again.
-        ctx.grid, ctx.scaling, ctx.cap, ctx.keeps_weights, ctx.kept_share = grid, scaling, cap, keeps_weights, 1.0
+        ctx.grid, ctx.scaling, ctx.keeps_weights, ctx.kept_share = grid, scaling, keeps_weights, 1.0
         ctx.sides = grid.queries, grid.keys, grid.keys
         query, key, value = (side.enter(states) for side, states in zip(ctx.sides, rows, strict=True))
         output = torch.empty_like(query)
         all_weights, all_masks = [], []
         for block, (queries, outputs, keys, values) in grid.parts((query, output), (key, value)):
-            weights = _weights(queries, keys, mask, block, scaling, cap)
+            weights = _weights(queries, keys, mask, block, scaling)
             if keeps_weights:
                 all_weights.append(weights)
             if p:
@@ -168,7 +164,7 @@ class _GridAttention(torch.autograd.Function):
         all_parts = grid.parts((query, query_gradient, incoming), (key, value, key_gradient, value_gradient))
         for number, (block, parts) in enumerate(all_parts):
             queries, queries_gradient, outputs_gradient, keys, values, keys_gradient, values_gradient = parts
-            weights = all_weights[number] if all_weights else _weights(queries, keys, mask, block, scaling, ctx.cap)
+            weights = all_weights[number] if all_weights else _weights(queries, keys, mask, block, scaling)
             dropped, slope = weights, torch.bmm(outputs_gradient, values.transpose(1, 2))
             if all_masks:
                 dropped, slope = (
@@ -180,8 +176,6 @@ class _GridAttention(torch.autograd.Function):
             if mask_gradient is not None:
                 part = block.part(mask_gradient)
                 part += slope.float().view(-1, block.num_heads, *slope.shape[1:]).sum_to_size(part.shape)
-            if ctx.cap is not None:
-                slope *= 1 - _capped(queries, keys, scaling, ctx.cap).square()
             torch.bmm(slope, keys, out=queries_gradient)
             torch.bmm(slope.transpose(1, 2), queries, out=keys_gradient)
         # There are fewer entries to scale here than in the scores.
@@ -190,25 +184,16 @@ class _GridAttention(torch.autograd.Function):
         if mask_gradient is not None:
             mask_gradient = mask_gradient.to(mask.dtype)
         row_gradients = (side.leave(cells) for side, cells in zip(ctx.sides, gradients, strict=True))
-        return mask_gradient, None, None, None, None, None, *row_gradients
-
-
-def _capped(query: torch.Tensor, key: torch.Tensor, scaling: float, cap: float) -> torch.Tensor:
-    # The scores of a soft cap as shares of the cap, from -1 to 1.
-    return torch.bmm(query, key.transpose(1, 2)).mul_(scaling / cap).tanh_()
+        return mask_gradient, None, None, None, None, *row_gradients
 
 
 def _weights(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, block: Block, scaling: float, cap: float | None
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, block: Block, scaling: float
 ) -> torch.Tensor:
-    capped = None if cap is None else _capped(query, key, scaling, cap).mul_(cap * _LOG2_E)
     if mask is None:
-        if capped is None:
-            # In place, because `baddbmm` would copy its first operand.
-            scores = query.new_empty(len(query), query.shape[1], key.shape[1])
-            scores.baddbmm_(query, key.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E)
-        else:
-            scores = capped
+        # In place, because `baddbmm` would copy its first operand.
+        scores = query.new_empty(len(query), query.shape[1], key.shape[1])
+        scores.baddbmm_(query, key.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E)
         # Few cells are empty. Writing them takes less time than adding a mask to all cells.
         for rows, end in block.ends:
             scores[rows, :, end:] = torch.finfo(scores.dtype).min
@@ -216,10 +201,7 @@ def _weights(
         # (sequences * H, query width, key width)
         shape = (block.rows // block.num_heads, block.num_heads, block.query_width, -1)
         block_mask = block.part(mask).to(query.dtype).expand(shape).flatten(0, 1)
-        if capped is None:
-            scores = torch.baddbmm(block_mask, query, key.transpose(1, 2), beta=_LOG2_E, alpha=scaling * _LOG2_E)
-        else:
-            scores = capped.add_(block_mask, alpha=_LOG2_E)
+        scores = torch.baddbmm(block_mask, query, key.transpose(1, 2), beta=_LOG2_E, alpha=scaling * _LOG2_E)
     return _softmax(scores).to(query.dtype)
 
 
@@ -248,13 +230,13 @@ def grid_attention(
     """
     _, heads, _, head_dim = states[0].shape
     rows = [part.transpose(1, 2).reshape(-1, heads * head_dim) for part in states]
-    if rows[0].device.type == "cpu" and not torch.compiler.is_compiling():
+    if rows[0].device.type == "cpu" and cap is None and not torch.compiler.is_compiling():
         if heads not in packing.grids:
             # Once for all layers.
             packing.grids[heads] = Grid(packing, heads)
         grid = packing.grids[heads]
         keeps_weights = grid.num_scores * rows[0].itemsize <= MAX_KEPT_BYTES
-        output = _GridAttention.apply(mask, grid, keeps_weights, scaling, dropout, cap, *rows)
+        output = _GridAttention.apply(mask, grid, keeps_weights, scaling, dropout, *rows)
         return output.view(1, -1, heads, head_dim)
     # One block, for which no length is read from the device: (tokens, H * head_dim) -> (sequences, H, width, head_dim)
     count, sides = len(packing.queries.lengths), (packing.queries, packing.keys, packing.keys)

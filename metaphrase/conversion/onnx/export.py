@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from metaphrase.conversion.checkpoints import export_folder, position_table
-from metaphrase.errors import MetaphraseError, naming_extra
+from metaphrase.errors import naming_extra
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SSRU, STACKS
 from metaphrase.modeling.positions import has_changing_rotation
@@ -323,12 +323,9 @@ def export_web(
         MetaphraseError: If ONNX or transformers.js cannot express the model, weights are missing, or an argument is invalid.
         RuntimeError: If onnxruntime's result differs.
     """
-    library_files = [] if library is None else [Path(library) / name for name in LIBRARY_FILES]
-    for path in library_files:
-        if not path.is_file():
-            name, text = path.relative_to(library).as_posix(), "`node_modules` with `@huggingface/transformers` 4"
-            hint = "Run `npm install --ignore-scripts @huggingface/transformers`"
-            raise MetaphraseError(f"`library` must be a {text}, got {os.fspath(library)!r} without {name}. {hint}.")
+    paths = [] if library is None else [Path(library) / name for name in LIBRARY_FILES]
+    # A missing file is an error before the export, which takes minutes.
+    library_files = {path.name: path.read_bytes() for path in paths}
 
     def write(model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path) -> None:
         config, settings = model.config, model.generation_config
@@ -354,10 +351,9 @@ def export_web(
         fields |= {"max_source_tokens": config.position_limit}
         (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         shutil.copytree(_PAGE, folder, dirs_exist_ok=True)
-        if library_files:
-            (folder / LIBRARY_FOLDER).mkdir()
-        for path in library_files:
-            shutil.copyfile(path, folder / LIBRARY_FOLDER / path.name)
+        for name, content in library_files.items():
+            (folder / LIBRARY_FOLDER).mkdir(exist_ok=True)
+            (folder / LIBRARY_FOLDER / name).write_bytes(content)
 
     obstacles_of = functools.partial(_find_web_obstacles, source)
     return export_folder(source, output, overwrite, write, obstacles_of, {"to": "web"}, **LOAD_OPTIONS)
