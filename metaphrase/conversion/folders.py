@@ -147,8 +147,10 @@ def _plan_ours(
     for name, counterpart in counterparts.items():
         kind = weights.kinds[counterpart.name]
         if kind.dtype not in checkpoints.STORED_TYPES.values():
-            text = "Load a quantized model with transformers, and call `dequantize` and `save_pretrained`"
-            raise MetaphraseError(f"`{counterpart.name}` must be of floating point, got {kind.dtype}. {text}.")
+            text = (
+                f"got `{name}` in {kind.dtype}: load it with transformers, and call `dequantize` and `save_pretrained`"
+            )
+            raise MetaphraseError(f"A checkpoint must hold plain weights, {text}.")
         checkpoints.check_shape(counterpart.name, kind.shape, counterpart.their_shape(our_shapes[name]))
         planned[name] = PlannedTensor(kind.nbytes, lambda item=counterpart: item.to_ours(weights.read(item.name)))
     return ours, planned

@@ -169,11 +169,13 @@ def plug_in() -> None:
     plain_encode, plain_train = MetaphraseEncoder.encode, Stack.train
 
     def encode(encoder, embeddings, attention_mask, position_ids, **kwargs):
-        parameter, replaced, copies = next(encoder.parameters()), [], []
         # A compiled or traced graph must contain the layers themselves.
         is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        is_training = encoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if parameter.dtype == torch.float32 and parameter.device.type == "cpu" and not (is_graph or is_training):
+        if is_graph or encoder.training or torch.is_grad_enabled():
+            return plain_encode(encoder, embeddings, attention_mask, position_ids, **kwargs)
+        parameter, replaced, copies = next(encoder.parameters()), [], []
+        is_plain_dtype = parameter.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        if is_plain_dtype and parameter.device.type == "cpu":
             copies = prepared_copies(encoder, encoder.layers, _prepack)
         for layer, packed in copies:
             # accelerate, for example, replaces `forward` to load the weights first.
@@ -182,9 +184,8 @@ def plug_in() -> None:
                 vars(layer)["forward"] = packed
                 replaced.append(layer)
         try:
-            output = None
-            if position_ids is None and kwargs.get("source_lengths") is None:
-                output = encode_without_padding(encoder, embeddings, attention_mask, **kwargs)
+            is_batch = position_ids is None and kwargs.get("source_lengths") is None
+            output = encode_without_padding(encoder, embeddings, attention_mask, **kwargs) if is_batch else None
             return output or plain_encode(encoder, embeddings, attention_mask, position_ids, **kwargs)
         finally:
             for layer in replaced:
@@ -206,13 +207,11 @@ def encode_without_padding(
 
     None means that packing would not be faster, or that hooks of the layers would see the packed row.
     """
-    is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if is_graph or encoder.training or torch.is_grad_enabled() or packed_stacks.asks_for_reference(encoder):
-        return None
     # In float16, only the padded kernels keep large scores finite.
     is_supported = embeddings.device.type == "cpu" and embeddings.dtype in (torch.float32, torch.bfloat16)
     has_mask = is_padding_mask(attention_mask) and attention_mask.shape == embeddings.shape[:2]
-    if not is_supported or not has_mask or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
+    is_narrow = embeddings.shape[2] < LEAST_HIDDEN_SIZE
+    if not is_supported or not has_mask or is_narrow or packed_stacks.asks_for_reference(encoder):
         return None
     is_token = attention_mask != 0
     if bool(is_token.sum() > (1 - LEAST_PADDING) * is_token.numel()):
