@@ -6,6 +6,7 @@ Only attention uses the grid. Blocks of rows are as wide as their longest row, s
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -55,9 +56,9 @@ class Grid:
         # The blocks of all heads of the same sequences have the same width.
         first = [block for block in self.blocks if block.heads.start == 0]
         sequences = [block.sequences for block in first]
-        self.queries = self.keys = GridSide(packing.queries, heads, sequences, [block.query_width for block in first])
+        self.queries = self.keys = _lay_out(packing.queries, heads, sequences, [block.query_width for block in first])
         if packing.keys is not packing.queries:
-            self.keys = GridSide(packing.keys, heads, sequences, [block.key_width for block in first])
+            self.keys = _lay_out(packing.keys, heads, sequences, [block.key_width for block in first])
 
     def parts(
         self, query_cells: Sequence[torch.Tensor], key_cells: Sequence[torch.Tensor]
@@ -70,33 +71,27 @@ class Grid:
             yield block, [part.view(block.rows, -1, part.shape[-1]) for part in block_parts]
 
 
-class GridSide:
-    """The cells of the queries or of the keys, block by block, each (sequences, H, width).
+class GridSide(NamedTuple):
+    """The cells of the queries or of the keys, block by block, each (sequences, H, width)."""
 
-    `to_grid` has the index of each cell among the flattened (tokens, H), and `from_grid` the cell of each of these. Empty cells
-    repeat the last token of their sequence.
-    """
+    # Index of each cell among the flattened (tokens, H). Empty cells repeat the last token of their sequence.
+    to_grid: torch.Tensor
+    # The cell of each of these.
+    from_grid: torch.Tensor
 
-    def __init__(self, row: PackedSequences, heads: int, sequences: list[slice], widths: list[int]):
-        """Lay out a row in groups of sequences, each of one width."""
-        self.heads, cells, are_full = heads, [], []
-        head = torch.arange(heads, device=row.lengths.device)[:, None]
-        for group, width in zip(sequences, widths, strict=True):
-            lengths, columns = row.lengths[group, None], torch.arange(width, device=head.device)
-            tokens = row.starts[group, None] + torch.minimum(columns, lengths - 1)
-            # (sequences, 1, width) * heads + (heads, 1) -> (sequences * heads * width)
-            cells.append((tokens[:, None] * heads + head).flatten())
-            are_full.append((columns < lengths)[:, None].expand(-1, heads, -1).flatten())
-        self.to_grid, full = torch.cat(cells), torch.cat(are_full).nonzero()[:, 0]
-        self.from_grid = torch.empty_like(full).index_copy_(0, self.to_grid[full], full)
 
-    def enter(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copy the states of each token into the grid: (tokens, H * head_dim) -> (cells, head_dim)."""
-        return rows.reshape(-1, rows.shape[1] // self.heads).index_select(0, self.to_grid)
-
-    def leave(self, cells: torch.Tensor) -> torch.Tensor:
-        """Undo `enter`: (cells, head_dim) -> (tokens, H * head_dim)."""
-        return cells.index_select(0, self.from_grid).view(-1, self.heads * cells.shape[1])
+def _lay_out(row: PackedSequences, heads: int, sequences: list[slice], widths: list[int]) -> GridSide:
+    """Lay out a row in groups of sequences, each of one width."""
+    cells, are_full = [], []
+    head = torch.arange(heads, device=row.lengths.device)[:, None]
+    for group, width in zip(sequences, widths, strict=True):
+        lengths, columns = row.lengths[group, None], torch.arange(width, device=head.device)
+        tokens = row.starts[group, None] + torch.minimum(columns, lengths - 1)
+        # (sequences, 1, width) * heads + (heads, 1) -> (sequences * heads * width)
+        cells.append((tokens[:, None] * heads + head).flatten())
+        are_full.append((columns < lengths)[:, None].expand(-1, heads, -1).flatten())
+    to_grid, full = torch.cat(cells), torch.cat(are_full).nonzero()[:, 0]
+    return GridSide(to_grid, torch.empty_like(full).index_copy_(0, to_grid[full], full))
 
 
 def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:
@@ -132,7 +127,7 @@ class _GridAttention(torch.autograd.Function):
         # `keeps_weights` stores the attention weights for the backward pass, which else computes them again.
         ctx.grid, ctx.scaling, ctx.keeps_weights, ctx.kept_share = grid, scaling, keeps_weights, 1.0
         ctx.sides = grid.queries, grid.keys, grid.keys
-        query, key, value = (side.enter(states) for side, states in zip(ctx.sides, rows, strict=True))
+        query, key, value = (part.index_select(0, side.to_grid) for part, side in zip(rows, ctx.sides, strict=True))
         output = torch.empty_like(query)
         all_weights, all_masks = [], []
         for block, (queries, outputs, keys, values) in grid.parts((query, output), (key, value)):
@@ -146,7 +141,7 @@ class _GridAttention(torch.autograd.Function):
             torch.bmm(weights, values, out=outputs)
         # The cells take hardly more memory than the rows, and need not be gathered again.
         ctx.save_for_backward(query, key, value, mask, *all_masks, *all_weights)
-        return grid.queries.leave(output)
+        return output.index_select(0, grid.queries.from_grid)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -158,8 +153,7 @@ class _GridAttention(torch.autograd.Function):
         all_masks = saved[: len(saved) - len(all_weights)]
         query_gradient, key_gradient, value_gradient = gradients = [*map(torch.empty_like, (query, key, value))]
         # Empty cells have no gradient.
-        rows = gradient.reshape(-1, query.shape[1])
-        incoming = torch.zeros_like(query).index_copy_(0, grid.queries.from_grid, rows)
+        incoming = torch.zeros_like(query).index_copy_(0, grid.queries.from_grid, gradient)
         mask_gradient = torch.zeros(mask.shape, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         all_parts = grid.parts((query, query_gradient, incoming), (key, value, key_gradient, value_gradient))
         for number, (block, parts) in enumerate(all_parts):
@@ -183,8 +177,8 @@ class _GridAttention(torch.autograd.Function):
         key_gradient.mul_(scaling)
         if mask_gradient is not None:
             mask_gradient = mask_gradient.to(mask.dtype)
-        row_gradients = (side.leave(cells) for side, cells in zip(ctx.sides, gradients, strict=True))
-        return mask_gradient, None, None, None, None, *row_gradients
+        gradients = (part.index_select(0, side.from_grid) for part, side in zip(gradients, ctx.sides, strict=True))
+        return mask_gradient, None, None, None, None, *gradients
 
 
 def _weights(
@@ -229,7 +223,7 @@ def grid_attention(
     key width). None lets all tokens of a sequence see each other. `cap` is the softcap.
     """
     _, heads, _, head_dim = states[0].shape
-    rows = [part.transpose(1, 2).reshape(-1, heads * head_dim) for part in states]
+    rows = [part.transpose(1, 2).reshape(-1, head_dim) for part in states]
     if rows[0].device.type == "cpu" and cap is None and not torch.compiler.is_compiling():
         if heads not in packing.grids:
             # Once for all layers.
@@ -241,7 +235,7 @@ def grid_attention(
     # One block, for which no length is read from the device: (tokens, H * head_dim) -> (sequences, H, width, head_dim)
     count, sides = len(packing.queries.lengths), (packing.queries, packing.keys, packing.keys)
     cells = [
-        part.new_zeros(count * side.width, part.shape[1]).index_copy(0, side.cells, part)
+        part.new_zeros(count * side.width, heads * head_dim).index_copy(0, side.cells, part.view(-1, heads * head_dim))
         for side, part in zip(sides, rows, strict=True)
     ]
     cells = [part.view(count, -1, heads, head_dim).transpose(1, 2) for part in cells]
