@@ -144,6 +144,9 @@ class EncoderDecoder(TwoStacks):
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         encoder, decoder = self.read_stacks(theirs, ("type_vocab_size", "pad_token_id"))
+        if theirs.pad_token_id not in (None, encoder.pad_token_id):
+            text = f"{encoder.pad_token_id} and {theirs.pad_token_id}"
+            raise MetaphraseError(f"`pad_token_id` must be the same inside and outside of the stacks, got {text}.")
         if self.kind == "roberta" and encoder.hidden_act != "gelu":
             raise MetaphraseError(f"`hidden_act` of a roberta must be gelu, as its head, got {encoder.hidden_act!r}.")
         offset = self._position_offset(theirs.decoder_start_token_id, encoder.pad_token_id)
