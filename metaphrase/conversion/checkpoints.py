@@ -58,6 +58,8 @@ def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
     name = os.fspath(source)
     if os.path.isdir(name):
         return Path(name)
+    if os.path.exists(name):
+        raise MetaphraseError(f"`source` must be a folder, or a model file of Marian, got {name!r}.")
     refuse_missing_folder(name, "source")
     files = ["*.json", "*.safetensors", *TOKENIZER_FILES, *LICENCES, f"{TARGET_SUBFOLDER}/*"]
     # Folders hold a run's checkpoints or other formats. A star also matches a slash.
