@@ -5,6 +5,7 @@ process trains for a round and writes a line of JSON, so that several contestant
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -64,9 +65,9 @@ class Contestant:
 
 
 # Batches by tokens, packed rows, loss without whole logits, dropout from few random bits, rows of a multiple of tokens,
-# weights kept for the backward pass, bias and ReLU in the product, one product for query, key and value, and softmax by 2.
+# weights kept for the backward pass, bias and ReLU in the product, and softmax by 2.
 PARTS = ("few kernels", "token budget", "packing", "chunked loss", "cheap dropout", "few shapes", "kept attention")
-PARTS += ("fused linear", "joined projections", "powers of 2")
+PARTS += ("fused linear", "powers of 2")
 CONTESTANTS = {
     "bart, as documented": Contestant("bart", keeps_freed_memory=False),
     "bart, group_by_length": Contestant("bart", keeps_freed_memory=False, groups_by_length=True),
@@ -122,7 +123,7 @@ def make_model(contestant: Contestant, preset: str) -> nn.Module:
 def switch_off(contestant: Contestant) -> None:
     """Replace each part that a contestant does without by the plain implementation."""
     from metaphrase.modeling.operators import acceleration, plain_add_dropout
-    from metaphrase.ops import grid_attention, linear_and_dropout, packed_stacks
+    from metaphrase.ops import grid_attention, linear_and_dropout
     from metaphrase.plugins import PLACES
     from metaphrase.training import trainer
 
@@ -134,15 +135,8 @@ def switch_off(contestant: Contestant) -> None:
         grid_attention.MAX_KEPT_BYTES = 0
     if "fused linear" not in contestant.parts:
         linear_and_dropout._LEAST_SIZE = sys.maxsize
-    if "joined projections" not in contestant.parts:
-        packed_stacks.fused_grid_attention = lambda *_: None
     if "powers of 2" not in contestant.parts:
-
-        def softmax(scores):
-            dtype = grid_attention._weight_dtype(scores.dtype, scores.shape[-1])
-            return torch.softmax(scores, dim=-1, dtype=dtype)
-
-        grid_attention._LOG2_E, grid_attention._softmax = 1.0, softmax
+        grid_attention._LOG2_E, grid_attention._softmax = 1.0, functools.partial(torch.softmax, dim=-1)
     if "chunked loss" not in contestant.parts:
         PLACES["projected_loss"] = "metaphrase.ops.none:none"
 

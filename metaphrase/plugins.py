@@ -94,7 +94,7 @@ PUBLIC_NAMES = {
     },
     "metaphrase.tokenization": {
         "VocabularyMap": "metaphrase.conversion.vocabulary_map",
-        "encode_phrase": "metaphrase.decoding.phrases",
+        "encode_phrase": "metaphrase.decoding.constrained_beam_search",
         "readable_tokens": "metaphrase.analysis.words",
         "sentinel_tokens": "metaphrase.augmentation.denoising",
         "word_ids_by_offsets": "metaphrase.analysis.words",

@@ -105,15 +105,12 @@ def cross_attentions(
     end = TextFrame.of(tokenizers.encode_sources).end
     start = generation_kwargs.get("decoder_start_token_id")
     max_tokens = min(generator.max_tokens_per_batch, MAX_TOKENS_PER_BATCH)
-    sizes = generator.batch_size, max_tokens
-    for batch, inputs in forced_batches(model, source_ids, target_ids, *sizes, show_progress, start):
+    for batch, inputs in forced_batches(generator, source_ids, target_ids, max_tokens, show_progress, start):
         with showing_attention(model), torch.inference_mode():
             output = model(**inputs, output_attentions=True, use_cache=False, return_dict=True)
         layers = getattr(output, "cross_attentions", None)
         if not layers or any(weights is None for weights in layers):
-            raise MetaphraseError(
-                f"A model must return cross-attentions, got a {type(model).__name__}, which does not."
-            )
+            raise MetaphraseError(f"A model must return cross-attentions, got a {type(model).__name__} without.")
         # (batch, heads, target, source)
         layers = [weights.float().cpu() for weights in layers]
         for row, index in enumerate(batch):

@@ -53,10 +53,9 @@ def score_targets(
     model, tokenizers = generator.model, generator.tokenizers
     ids, uncut = encode_forced(tokenizers, targets), generator.encode_uncut(sources)
     cut = generator.truncate(uncut)
-    sizes = generator.batch_size, generator.max_tokens_per_batch
     scores: list[list[float]] = [[] for _ in ids]
     with evaluating([model]), torch.inference_mode():
-        for batch, inputs in forced_batches(model, cut, ids, *sizes, show_progress):
+        for batch, inputs in forced_batches(generator, cut, ids, generator.max_tokens_per_batch, show_progress):
             logits = model(**inputs, use_cache=False, return_dict=True).logits
             for row, index in zip(logits, batch, strict=True):
                 # (target, vocab); row by row, to avoid a second copy of all logits
@@ -68,10 +67,9 @@ def score_targets(
 
 
 def forced_batches(
-    model: PreTrainedModel,
+    generator: Generator,
     sources: list[list[int]],
     targets: list[list[int]],
-    batch_size: int,
     max_tokens_per_batch: int,
     show_progress: bool | None,
     start: int | None = None,
@@ -80,14 +78,14 @@ def forced_batches(
 
     Sources have an end of sequence, and targets no start token. `TooLongError` for more tokens than the model has positions.
     """
-    limits = longest_source(model), longest_target(model)
+    model, limits = generator.model, (longest_source(generator.model), longest_target(generator.model))
     for side, rows, limit in zip(("source", "target"), (sources, targets), limits, strict=True):
         for number, ids in enumerate(rows, start=1):
             if limit is not None and len(ids) > limit:
                 raise TooLongError(number, len(ids), limit, side)
     lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
     with progress_bar(len(sources), "pair", show_progress) as bar:
-        for batch in batches_by_length(lengths, batch_size, max_tokens_per_batch):
+        for batch in batches_by_length(lengths, generator.batch_size, max_tokens_per_batch):
             sides = ([rows[index] for index in batch] for rows in (sources, targets))
             yield batch, forced_inputs(model, *sides, start)
             bar.update(len(batch))
@@ -126,12 +124,9 @@ def forced_inputs(
     The decoder reads the start token, by default the model's, then each target without its last token. Its padding needs no
     mask, because the causal mask hides later positions.
     """
-    names, configs = (
-        ("decoder_start_token_id", "bos_token_id"),
-        (getattr(model, "generation_config", None), model.config),
-    )
-    starts = (start, *(getattr(config, name, None) for name in names for config in configs))
-    start = next((token for token in starts if isinstance(token, int)), None)
+    configs = getattr(model, "generation_config", None), model.config
+    starts = [getattr(config, name, None) for name in ("decoder_start_token_id", "bos_token_id") for config in configs]
+    start = next((token for token in (start, *starts) if isinstance(token, int)), None)
     if start is None:
         raise MetaphraseError("`decoder_start_token_id` must be set in a config of the model, got None.")
     pad = model.config.pad_token_id or 0

@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, SSRU
-from metaphrase.ops.grid_attention import MAX_KEPT_BYTES, MIN_HALF_WIDTH
+from metaphrase.ops.grid_attention import MAX_KEPT_BYTES
 from metaphrase.ops.packed_rows import block_size, grid_width
 from metaphrase.ops.projected_loss import chunk_rows
 
@@ -150,7 +150,7 @@ def estimate_activations(
             loss += 3 * FLOAT32_BYTES * tokens * vocabulary
         loss_workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
         # Gradients, beside those of weights, that the backward pass of one layer holds at a time: of output, query, key and
-        # value; in a CPU's grid too, where those of one product are freed together.
+        # value; in a CPU's grid too.
         tensors = 7 if shape.is_packed and not precision.on_accelerator else 4
         stacks = zip(tokens_of_sides, map(config.stack_sizes, STACKS.values()), strict=True)
         workspace = 2 * sum(inputs) + element * max(
@@ -215,11 +215,9 @@ def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
         drops, has_cap = config.attention_dropout > 0, config.attn_logit_softcapping is not None
         if precision.on_accelerator and not has_cap:
             return 0
-        if shape.is_packed and not precision.on_accelerator and not has_blocks:
-            is_half = grid_width(getattr(shape, f"longest_{keys}")) >= MIN_HALF_WIDTH
-            entry = element if is_half else FLOAT32_BYTES
+        if shape.is_packed and not precision.on_accelerator and not has_blocks and not has_cap:
             # Larger scores are computed again.
-            return scores * ((entry if entry * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
+            return scores * ((element if element * scores <= MAX_KEPT_BYTES else 0) + MASK_BYTES * drops)
         # A CPU's kernel for padded rows and blocks has no dropout and no trained bias: then plain products in float32 are used.
         is_plain = drops or has_cap or (keys == side and config.position_embedding_type == "relative")
         return scores * FLOAT32_BYTES * (1 + 2 * drops) * is_plain

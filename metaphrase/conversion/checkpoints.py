@@ -6,17 +6,14 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
-from transformers.utils.hub import convert_file_size_to_int
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
@@ -27,7 +24,7 @@ from metaphrase.storage.folders import (
     refuse_outer_links,
     write_provenance,
 )
-from metaphrase.storage.loading import check_model_folder, load_pretrained
+from metaphrase.storage.loading import check_model_folder, load_pretrained, refuse_missing_folder
 from metaphrase.storage.weight_files import Kind, PlannedTensor, WeightFiles, listed, weight_names, write_weights
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
@@ -42,7 +39,7 @@ TOKENIZER_FILES = (
 LICENCES = ("LICENSE*", "NOTICE*")
 # Sinusoids have no limit, but a table has. A longer text raises an error.
 SINUSOIDAL_POSITIONS = 4096
-_STORED_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+STORED_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 # Fields that few families have, with their values in all others.
 RARE_FIELDS = {
@@ -61,26 +58,23 @@ def find_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
     name = os.fspath(source)
     if os.path.isdir(name):
         return Path(name)
+    if os.path.exists(name):
+        raise MetaphraseError(f"`source` must be a folder, or a model file of Marian, got {name!r}.")
+    refuse_missing_folder(name, "source")
     files = ["*.json", "*.safetensors", *TOKENIZER_FILES, *LICENCES, f"{TARGET_SUBFOLDER}/*"]
     # Folders hold a run's checkpoints or other formats. A star also matches a slash.
     options = {"revision": revision, "ignore_patterns": ["*/*.safetensors", "*/*.bin"]}
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=files, **options))
-        # Many models have their weights in both formats.
-        files.append("pytorch_model*.bin")
-        return folder if weight_names(folder) else Path(snapshot_download(name, allow_patterns=files, **options))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        text = f"`source` must be a folder that exists, or a name on the Hub, got {name!r}: {error}"
-        raise MetaphraseError(text) from error
+    folder = Path(snapshot_download(name, allow_patterns=files, **options))
+    # Many models have their weights in both formats.
+    files.append("pytorch_model*.bin")
+    return folder if weight_names(folder) else Path(snapshot_download(name, allow_patterns=files, **options))
 
 
-@contextlib.contextmanager
-def new_folder(output: Path, sources: Sequence[Path], overwrite: bool, mark: str, action: str) -> Iterator[Path]:
-    """Yield the folder that becomes `output`, which `check_output` checks before the block and behind."""
-    check = functools.partial(check_output, output, sources, overwrite, mark, action)
-    check()
-    with folder_in_one_step(output, check) as partial:
-        yield partial
+def new_folder(
+    output: Path, sources: Sequence[Path], overwrite: bool, mark: str, action: str
+) -> contextlib.AbstractContextManager[Path]:
+    """Yield the folder that becomes `output`, which `check_output` checks."""
+    return folder_in_one_step(output, functools.partial(check_output, output, sources, overwrite, mark, action))
 
 
 def copy_files(folder: Path, output: Path, patterns: Sequence[str], name: str = "") -> None:
@@ -133,13 +127,6 @@ def our_skeleton(folder: Path, weights: WeightFiles) -> PreTrainedModel:
     return model
 
 
-def save_config(output: Path, model: PreTrainedModel) -> None:
-    """Write configuration and code of our model."""
-    model.config.architectures = [type(model).__name__]
-    custom_object_save(model, output, config=model.config)
-    model.config.save_pretrained(output)
-
-
 def write_ours(
     output: Path,
     model: PreTrainedModel,
@@ -148,15 +135,11 @@ def write_ours(
     max_shard_size: int | str,
 ) -> None:
     """Write configuration, code, generation settings and planned weights of our model, whose own weights are not read."""
-    save_config(output, model)
+    model.config.architectures = [type(model).__name__]
+    custom_object_save(model, output, config=model.config)
+    model.config.save_pretrained(output)
     generation.save_pretrained(output)
-    write_files(output, planned, max_shard_size)
-
-
-def write_files(output: Path, planned: Mapping[str, PlannedTensor], max_shard_size: int | str) -> None:
-    """Write planned weights in files of a largest size, in bytes or such as 500MB."""
-    is_number = str(max_shard_size).isdecimal()
-    write_weights(output, planned, int(max_shard_size) if is_number else convert_file_size_to_int(max_shard_size))
+    write_weights(output, planned, max_shard_size)
 
 
 class TorchWeights(WeightFiles):
@@ -168,28 +151,16 @@ class TorchWeights(WeightFiles):
             try:
                 # A file with anything but tensors is refused, and runs no code. Only files of torch 1.6 and later can be mapped.
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-                named = {name: tensor.detach() for name, tensor in content.items() if isinstance(name, str)}
-                has_numbers = all(tensor.layout is torch.strided and not tensor.is_meta for tensor in named.values())
-                is_whole = has_numbers and 0 < len(named) == len(content)
-            except Exception:
+                tensors |= {name: tensor.detach() for name, tensor in content.items()}
+            except Exception as error:
                 # A damaged pickle raises errors of all kinds, such as IndexError and UnicodeDecodeError.
-                is_whole = False
-            if not is_whole:
-                raise MetaphraseError(
-                    f"{path} must be a whole file of named tensors alone: other content could run code."
-                )
-            tensors |= named
+                text = f"{path} must be a whole file of named tensors alone: other content could run code."
+                raise MetaphraseError(text) from error
         self.load = tensors.__getitem__
         self.kinds = {
-            name: Kind(_STORED_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+            name: Kind(STORED_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
             for name, tensor in sorted(tensors.items())
         }
-
-
-def open_weights(folder: Path, files: contextlib.ExitStack) -> WeightFiles:
-    """Return the weights of a folder: those in safetensors, or those in torch's files if there are no others."""
-    names = weight_names(folder, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    return TorchWeights(folder, names) if names and not weight_names(folder) else WeightFiles(folder, files)
 
 
 def export_folder(

@@ -38,8 +38,6 @@ _ACTIVATIONS = {
     "sigmoid": common_spec.Activation.Sigmoid,
 }
 _ARGOS_SUFFIX = ".argosmodel"
-# Types of pieces in a sentencepiece model.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 def export_ctranslate2(
@@ -124,11 +122,6 @@ def make_spec(model: PreTrainedModel) -> TransformerSpec:
     """Return the specification of a model without obstacles, with all weights and without vocabularies."""
     config, heads = model.config, model.config.num_key_value_heads
     is_plain = heads == config.encoder_attention_heads == config.decoder_attention_heads
-    attention_options = {
-        "rms_norm": config.norm_type == "rmsnorm",
-        "num_heads_kv": None if is_plain else heads,
-        "head_dim": config.head_dim,
-    }
     options = {
         # In Python this only decides on a norm at the end.
         "pre_norm": config.final_norm,
@@ -136,24 +129,26 @@ def make_spec(model: PreTrainedModel) -> TransformerSpec:
         "layernorm_embedding": config.embedding_norm,
         "relative_attention_bias": config.position_embedding_type == "relative",
         "ffn_glu": config.gated_mlp,
-        # Anything but None keeps the decoder from requiring a table of positions.
-        "rotary_dim": 0 if config.position_embedding_type == "rotary" else None,
-        **attention_options,
+        "rms_norm": config.norm_type == "rmsnorm",
+        "num_heads_kv": None if is_plain else heads,
+        "head_dim": config.head_dim,
     }
+    stacks = {TransformerEncoderSpec: model.get_encoder(), TransformerDecoderSpec: model.get_decoder()}
     with torch.no_grad():
-        encoder = TransformerEncoderSpec(config.encoder_layers, config.encoder_attention_heads, **options)
-        decoder = TransformerDecoderSpec(config.decoder_layers, config.decoder_attention_heads, **options)
+        encoder, decoder = (_make_stack(kind, stack, config, options) for kind, stack in stacks.items())
         spec = TransformerSpec(encoder, decoder)
         spec.config.layer_norm_epsilon = config.norm_eps
-        _fill_stack(encoder, model.get_encoder(), config, attention_options)
-        _fill_stack(decoder, model.get_decoder(), config, attention_options)
         _fill_linear(decoder.projection, model.lm_head)
         if config.logits_scale != 1.0:
             decoder.scale_outputs = float(config.logits_scale)
     return spec
 
 
-def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: MetaphraseConfig, options: dict) -> None:
+def _make_stack(kind: type, stack: nn.Module, config: MetaphraseConfig, options: dict) -> model_spec.LayerSpec:
+    if stack.rotary_emb is not None:
+        theta, width = config.rope_parameters["rope_theta"], 2 * len(stack.rotary_emb.inv_freq)
+        options = options | {"rotary_dim": width, "rotary_interleave": False, "rotary_base": theta}
+    spec = kind(len(stack.layers), stack.sizes.attention_heads, **options)
     spec.pre_norm = config.norm_position == "pre"
     spec.scale_embeddings = float(stack.embed_tokens.embed_scale)
     embeddings = spec.embeddings[0] if isinstance(spec.embeddings, list) else spec.embeddings
@@ -167,14 +162,6 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
         table = position_table(stack.embed_positions, config)
         spec.position_encodings.encodings = table.to(stack.embed_tokens.weight.dtype)
     for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
-        if stack.rotary_emb is not None:
-            layer_spec.self_attention = attention_spec.MultiHeadAttentionSpec(
-                self_attention=True,
-                rotary_dim=2 * len(stack.rotary_emb.inv_freq),
-                rotary_interleave=False,
-                rotary_base=config.rope_parameters["rope_theta"],
-                **options,
-            )
         _fill_attention(layer_spec.self_attention, layer.self_attn)
         _fill_norm(layer_spec.self_attention.layer_norm, layer.self_attn_norm)
         if config.position_embedding_type == "relative":
@@ -190,6 +177,7 @@ def _fill_stack(spec: model_spec.LayerSpec, stack: nn.Module, config: Metaphrase
             _fill_linear(layer_spec.ffn.linear_0_noact, layer.mlp.up_proj)
         _fill_linear(layer_spec.ffn.linear_1, layer.mlp.down_proj)
         _fill_norm(layer_spec.ffn.layer_norm, layer.mlp_norm)
+    return spec
 
 
 def _fill_attention(spec: attention_spec.MultiHeadAttentionSpec, attention: nn.Module) -> None:

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families import FAMILIES, REFUSED
@@ -24,7 +24,7 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.storage.folders import read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
-from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
+from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, weight_names, write_weights
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
@@ -89,22 +89,22 @@ def _convert_family(folder: Path, config: dict, to: str | None, output: Path, ma
     field, name = ("to", to) if model_type == checkpoints.OURS else ("model_type", model_type)
     if name not in FAMILIES:
         raise MetaphraseError(f"`{field}` must be one of {', '.join(FAMILIES)}, got {name!r} for {folder}.")
-    if config.get("quantization_config"):
-        text = "load it with transformers, and call `dequantize` and `save_pretrained`"
-        raise MetaphraseError(f"A checkpoint must hold plain weights, got `quantization_config` in {folder}: {text}.")
     family = FAMILIES[name].of_model(config)
     with contextlib.ExitStack() as files:
-        weights = checkpoints.open_weights(folder, files)
+        names = weight_names(folder, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+        is_torch = names and not weight_names(folder)
+        weights = checkpoints.TorchWeights(folder, names) if is_torch else WeightFiles(folder, files)
         # Older checkpoints keep the generation settings in the model's config.
         is_old = not (folder / GENERATION_CONFIG_NAME).is_file()
         names = {"config_file_name": CONFIG_NAME, "_from_model_config": True} if is_old else {}
         generation = GenerationConfig.from_pretrained(folder, **names)
         if model_type == checkpoints.OURS:
             planned = _write_their_config(family, folder, weights, output)
+            generation.save_pretrained(output)
+            write_weights(output, planned, max_shard_size)
         else:
-            planned = _write_our_config(family, folder, weights, output, generation.decoder_start_token_id)
-        generation.save_pretrained(output)
-        checkpoints.write_files(output, planned, max_shard_size)
+            ours, planned = _plan_ours(family, folder, weights, generation.decoder_start_token_id)
+            checkpoints.write_ours(output, ours, planned, generation, max_shard_size)
     for subfolder in ("", TARGET_SUBFOLDER):
         checkpoints.copy_files(folder, output, checkpoints.TOKENIZER_FILES, subfolder)
     settings = output / "tokenizer_config.json"
@@ -119,17 +119,16 @@ def _convert_family(folder: Path, config: dict, to: str | None, output: Path, ma
         write_json(settings, content | {"tokenizer_class": tokenizer_class})
 
 
-def _write_our_config(
-    family: Family, folder: Path, weights: WeightFiles, output: Path, start: int | None
-) -> dict[str, PlannedTensor]:
-    """Write our configuration of a family's checkpoint, and return the planned weights. `start` is that of older checkpoints."""
+def _plan_ours(
+    family: Family, folder: Path, weights: WeightFiles, start: int | None
+) -> tuple[PreTrainedModel, dict[str, PlannedTensor]]:
+    """Return our skeleton of a family's checkpoint, and the planned weights. `start` is that of older checkpoints."""
     theirs = CONFIG_MAPPING[family.name].from_pretrained(folder)
     if getattr(theirs, "decoder_start_token_id", None) is None:
         theirs.decoder_start_token_id = start
     config = family.read_config(theirs, weights)
     _copy_task_fields(theirs, config)
     ours = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
-    checkpoints.save_config(output, ours)
     our_shapes = checkpoints.shapes(ours)
     counterparts = {
         name: Counterpart(family.embedding_name(name, weights))
@@ -147,11 +146,14 @@ def _write_our_config(
     planned = {}
     for name, counterpart in counterparts.items():
         kind = weights.kinds[counterpart.name]
-        if not kind.is_floating_point:
-            raise MetaphraseError(f"The weight `{counterpart.name}` must be of floating point, got {kind.dtype}.")
+        if kind.dtype not in checkpoints.STORED_TYPES.values():
+            text = (
+                f"got `{name}` in {kind.dtype}: load it with transformers, and call `dequantize` and `save_pretrained`"
+            )
+            raise MetaphraseError(f"A checkpoint must hold plain weights, {text}.")
         checkpoints.check_shape(counterpart.name, kind.shape, counterpart.their_shape(our_shapes[name]))
         planned[name] = PlannedTensor(kind.nbytes, lambda item=counterpart: item.to_ours(weights.read(item.name)))
-    return planned
+    return ours, planned
 
 
 def _write_their_config(family: Family, folder: Path, weights: WeightFiles, output: Path) -> dict[str, PlannedTensor]:
@@ -170,35 +172,16 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     # transformers' T5 always writes true here, and older versions believe it.
     written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
     write_json(output / CONFIG_NAME, written, sort_keys=True)
-    return _plan_theirs(family, ours, their_skeleton, weights)
-
-
-def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
-    target.update({field: getattr(source, field) for field in _TASK_FIELDS if getattr(source, field, None)})
-
-
-def _tokenizer_class(model_type: str, named_class: str | None) -> str | None:
-    """Return the tokenizer class that transformers would choose for a folder, which may name a class itself."""
-    family_class = TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
-    return family_class if family_class in _GENERIC_TOKENIZERS else named_class or family_class
-
-
-def _plan_theirs(
-    family: Family, ours: PreTrainedModel, theirs: PreTrainedModel, weights: WeightFiles
-) -> dict[str, PlannedTensor]:
-    """Plan the weights of a family's class, with the shapes of the skeleton `theirs`, from our checkpoint."""
-    config, embeddings = ours.config, family.embedding_names
-    our_shapes = checkpoints.shapes(ours)
-    their_shapes = {family.file_name(name): shape for name, shape in checkpoints.shapes(theirs).items()}
-    sources = family.stored_embeddings(config)
+    our_shapes, embeddings = checkpoints.shapes(ours), family.embedding_names
+    their_shapes = {family.file_name(name): shape for name, shape in checkpoints.shapes(their_skeleton).items()}
     names = [name for name in checkpoints.stored_names(ours) if name not in embeddings]
-    counterparts = [family.counterpart(name, config) for name in names]
-    sources |= {counterpart.name: name for name, counterpart in zip(names, counterparts, strict=True)}
-    by_name = {counterpart.name: counterpart for counterpart in counterparts}
+    counterparts = {name: family.counterpart(name, config) for name in names}
+    by_name = {counterpart.name: counterpart for counterpart in counterparts.values()}
+    sources = family.stored_embeddings(config) | {counterparts[name].name: name for name in names}
     # The last ones are tied or recomputed by default, but not in this model.
     heads = [] if config.tie_word_embeddings else [embeddings[HEAD][0]]
     planned = {}
-    for name in dict.fromkeys([*map(family.file_name, checkpoints.stored_names(theirs)), *by_name, *heads]):
+    for name in dict.fromkeys([*map(family.file_name, checkpoints.stored_names(their_skeleton)), *by_name, *heads]):
         original = family.original_name(name)
         if (our_name := sources.get(original)) is not None:
             counterpart = by_name.get(original, Counterpart(original))
@@ -211,3 +194,13 @@ def _plan_theirs(
             tensor = tensor.to(weights.read(ENCODER_EMBEDDING).dtype)
             planned[name] = PlannedTensor(tensor.nbytes, lambda tensor=tensor: tensor)
     return planned
+
+
+def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:
+    target.update({field: getattr(source, field) for field in _TASK_FIELDS if getattr(source, field, None)})
+
+
+def _tokenizer_class(model_type: str, named_class: str | None) -> str | None:
+    """Return the tokenizer class that transformers would choose for a folder, which may name a class itself."""
+    family_class = TOKENIZER_MAPPING_NAMES.get(model_type) or _NEED_SENTENCEPIECE.get(model_type)
+    return family_class if family_class in _GENERIC_TOKENIZERS else named_class or family_class

@@ -29,12 +29,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTo
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.conversion import checkpoints
-from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS, Family
+from metaphrase.conversion.families import family
+from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS
 from metaphrase.conversion.vocabulary_map import VOCABULARY_MAP_NAME, VocabularyMap
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.configuration_metaphrase import SSRU
-from metaphrase.storage.folders import read_json
+from metaphrase.storage.folders import read_fields
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
 from metaphrase.tokenization import TokenizerPair
 
@@ -280,7 +281,7 @@ MARIAN_FILE = "marian-npz"
 _FIXED_FIELDS = {"position_embedding_type": "sinusoidal", "sinusoidal_layout": "fairseq", "norm_type": "layernorm"}
 _FIXED_FIELDS |= {"norm_eps": 1e-6, "gated_mlp": False, "attention_bias": True, "mlp_bias": True, "logits_bias": True}
 _FIXED_FIELDS |= {"train_padding_embedding": False, "bos_token_id": None}
-_FREE_FIELDS = Family.free | {"dropout", "attention_dropout", "activation_dropout", "max_position_embeddings"}
+_FREE_FIELDS = family.Family.free | {"dropout", "attention_dropout", "activation_dropout", "max_position_embeddings"}
 _SIZES = {"hidden_size": "dim-emb", "encoder_layers": "enc-depth", "decoder_layers": "dec-depth"}
 _SIZES |= {"encoder_attention_heads": "transformer-heads", "encoder_ffn_dim": "transformer-dim-ffn"}
 _OFF = (
@@ -401,10 +402,8 @@ def _write_options(config: MetaphraseConfig) -> dict[str, Any]:
     expected |= dict.fromkeys(("pad_token_id", "decoder_start_token_id"), config.pad_token_id or 0)
     expected |= {"decoder_vocab_size": config.decoder_vocab_size, "bos_token_id": config.bos_token_id}
     fields = [name for name in MetaphraseConfig.__annotations__ if name not in _FREE_FIELDS]
-    pairs = {name: (expected[name], getattr(config, name)) for name in fields}
-    if obstacles := [f"`{name}` must be {one}, got {other}" for name, (one, other) in pairs.items() if one != other]:
-        text = f"The model is none of Marian's: {'; '.join(obstacles)}. Train one with `preset: student-marian`."
-        raise MetaphraseError(text)
+    allowed = {name: (expected[name],) for name in fields}
+    family.refuse_obstacles(config, allowed, "none of Marian's", " Train one with `preset: student-marian`.")
     return options
 
 
@@ -498,7 +497,7 @@ def write_marian(folder: Path, output: Path) -> None:
             theirs = _marian_name(name, config, range(1, config.decoder_layers + 1))
             arrays[theirs] = _to_marian(name, weights.read(name), config.pad_token_id)
     np.savez(output / "model.npz", **arrays)
-    generation = read_json(path) if (path := folder / GENERATION_CONFIG_NAME).is_file() else {}
+    generation = read_fields(folder / GENERATION_CONFIG_NAME) or {}
     settings = {"relative-paths": True, "models": ["model.npz"], "vocabs": _write_vocabularies(folder, output)}
     # Marian divides the score by length to the power `normalize`.
     settings |= {"beam-size": generation.get("num_beams") or 1, "normalize": generation.get("length_penalty", 1.0)}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from metaphrase.conversion.checkpoints import RARE_FIELDS
-from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, rename
+from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, refuse_obstacles, rename
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.configuration_metaphrase import STACKS
@@ -97,17 +97,10 @@ def to_torch_transformer(model: MetaphraseForConditionalGeneration) -> dict[str,
     heads = config.decoder_attention_heads
     required = _FIXED | {"encoder_attention_heads": heads, "encoder_ffn_dim": config.decoder_ffn_dim}
     required |= {"final_norm": True, "num_key_value_heads": heads, "head_dim": config.hidden_size // heads}
-    obstacles = [
-        f"`{field}` must be {value}, got {getattr(config, field)}"
-        for field, value in required.items()
-        if getattr(config, field) != value
-    ]
-    if config.norm_position == "both":
-        obstacles.append("`norm_position` must be pre or post, got both")
-    if (positions := config.position_embedding_type) in ("relative", "rotary", "alibi"):
-        obstacles.append(f"`position_embedding_type` must lie outside of attention, got {positions}")
-    if obstacles:
-        raise MetaphraseError("The model is no torch.nn.Transformer: " + "; ".join(obstacles) + ".")
+    allowed = {field: (value,) for field, value in required.items()} | {"norm_position": ("pre", "post")}
+    # Positions outside of attention.
+    allowed["position_embedding_type"] = ("learned", "sinusoidal", "none")
+    refuse_obstacles(config, allowed, "no torch.nn.Transformer")
     parts: dict[str, dict[int | None, torch.Tensor]] = {}
     weights = model.state_dict()
     for name, (theirs, part) in _counterparts(model).items():

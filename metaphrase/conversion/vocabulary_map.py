@@ -37,16 +37,11 @@ class VocabularyMap:
         """Write the map. The format allows no token with white space."""
         vocabularies = tokenizers.source.get_vocab(), tokenizers.target.get_vocab()
         if spaced := [name for names in vocabularies for name in names if not name or set(name) & set(" \t\r\n")]:
-            raise MetaphraseError(
-                f"{VOCABULARY_MAP_NAME} needs tokens without white space, got {spaced[0]!r} in the vocabulary."
-            )
+            raise MetaphraseError(f"{VOCABULARY_MAP_NAME} needs tokens without white space, got {spaced[0]!r}.")
         sources, targets = ({index: name for name, index in names.items()} for names in vocabularies)
-        lines = [
-            ("", self._is_always.nonzero()[0]),
-            *((sources[key], self._tokens[key]) for key in sorted(self._tokens)),
-        ]
+        lines = {"": self._is_always.nonzero()[0]} | {sources[key]: self._tokens[key] for key in sorted(self._tokens)}
         with open(path, "w", encoding="utf-8", newline="\n") as file:
-            for name, ids in lines:
+            for name, ids in lines.items():
                 file.write(f"{name}\t{' '.join(targets[index] for index in ids)}\n")
 
     def permitted(self, sources: Iterable[Sequence[int]]) -> np.ndarray:

@@ -239,15 +239,10 @@ def _collect(done: list[Beams], prompt_length: int, config: GenerationConfig) ->
     padding = -1 if ends is None else int(config._pad_token_tensor or ends[0])
     order = torch.cat([beams.indices for beams in done]).argsort()
     width = max(beams.ended_ids.shape[2] for beams in done)
-    columns = [
-        (
-            nn.functional.pad(beams.ended_ids, (0, width - beams.ended_ids.shape[2])),
-            beams.ended_scores,
-            beams.ended_lengths,
-        )
-        for beams in done
-    ]
-    ids, scores, lengths = (torch.cat(parts).index_select(0, order) for parts in zip(*columns, strict=True))
+    for beams in done:
+        beams.ended_ids = nn.functional.pad(beams.ended_ids, (0, width - beams.ended_ids.shape[2]))
+    columns = ([getattr(beams, f"ended_{name}") for beams in done] for name in ("ids", "scores", "lengths"))
+    ids, scores, lengths = (torch.cat(parts).index_select(0, order) for parts in columns)
     scores, best = scores.sort(dim=1, descending=True, stable=True)
     scores, best = scores[:, :count].flatten(), best[:, :count]
     lengths = lengths.take_along_dim(best, dim=1).flatten()

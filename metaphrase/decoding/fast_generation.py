@@ -20,7 +20,7 @@ from metaphrase.decoding import prepacked_weights
 from metaphrase.decoding.beam_search import BeamState, Selection, beam_search
 from metaphrase.decoding.decoder_state import DecoderState, prepare_head, prepared_rows
 from metaphrase.decoding.options import ROW_PROCESSORS, are_ends, only_lower, process
-from metaphrase.decoding.prepacked_weights import can_record, prepared_copies, walk
+from metaphrase.decoding.prepacked_weights import can_record, prepared_copies
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling.configuration_metaphrase import SLIDING
 from metaphrase.modeling.modeling_metaphrase import MetaphraseForConditionalGeneration
@@ -35,11 +35,6 @@ _SUPPORTED_ARGUMENTS = {"attention_mask", "encoder_outputs", "labels", "logits_t
 # Attention kernels of torch and transformers, which give equal results. A user's own kernel runs in transformers' loops.
 _SUPPORTED_KERNELS = {"eager", "sdpa", "flex_attention"}
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
-# Methods of the network, which a subclass may override.
-_FORWARD, _PREPARE_INPUTS, _PROJECT = (
-    getattr(MetaphraseForConditionalGeneration, name)
-    for name in ("forward", "prepare_inputs_for_generation", "project")
-)
 
 
 def is_metaphrase(model: object) -> bool:
@@ -154,8 +149,8 @@ def prepared_projections(
     if not is_hooked(head) and can_record(head) and head.weight.device.type == "cpu":
         head, shortlist = prepared_copies(model.get_decoder(), head, prepare_head)
     project, best_tokens = functools.partial(model.project, head=head), None
-    is_plain = type(model).project is _PROJECT and model.config.final_logit_softcapping is None
-    if is_plain and shortlist is not None:
+    has_own_project = type(model).project is not MetaphraseForConditionalGeneration.project
+    if shortlist is not None and not has_own_project and model.config.final_logit_softcapping is None:
 
         def best_tokens(hidden_states: torch.Tensor, *arguments) -> torch.Tensor | None:
             return shortlist(model.transform(hidden_states), *arguments)
@@ -213,7 +208,7 @@ def find_obstacle_of_model(
 ) -> str | None:
     """Return the first reason why the fast loops cannot run a model in its present state, or None."""
     sizes, max_length = model.config.stack_sizes("decoder"), generation_config.max_length
-    attributes, modules = vars(model), (model, model.base_model, *walk(model.get_decoder()))
+    attributes, modules = vars(model), (model, model.base_model, *model.get_decoder().modules())
     hooks = [hook for module in modules for hook in module._forward_hooks.values()]
     conditions = {
         "merged_attention": model.config.merged_attention,
@@ -228,8 +223,9 @@ def find_obstacle_of_model(
         "hook or own forward": "prepare_inputs_for_generation" in attributes
         # accelerate casts around the original `forward`, which it stores.
         or ("forward" in attributes and "_original_forward" not in attributes)
-        or type(model).forward is not _FORWARD
-        or type(model).prepare_inputs_for_generation is not _PREPARE_INPUTS
+        or type(model).forward is not MetaphraseForConditionalGeneration.forward
+        or type(model).prepare_inputs_for_generation
+        is not MetaphraseForConditionalGeneration.prepare_inputs_for_generation
         or any(module._forward_pre_hooks or "_hf_hook" in vars(module) for module in modules)
         # transformers leaves hooks behind that recorded hidden states or attention weights.
         or any(getattr(hook, "__module__", None) != capture_outputs.__module__ for hook in hooks),

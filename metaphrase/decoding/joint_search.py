@@ -22,7 +22,6 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import longest_source
 from metaphrase.inference.generator import Generator
 from metaphrase.modeling.configuration_metaphrase import SSRU
-from metaphrase.modeling.positions import LearnedPositionEmbedding
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
@@ -205,11 +204,8 @@ class SpeculativeSearch:
         projections, (state, draft) = start_search(BlockState, model, input_ids, partners, **kwargs)
         project, project_draft = projections
         # Tokens that each decoder can read. The draft model does not read its own last token.
-        tables = [item.decoder.embed_positions for item in (state, draft)]
-        most, most_of_draft = (
-            table.num_embeddings - table.offset if isinstance(table, LearnedPositionEmbedding) else config.max_length
-            for table in tables
-        )
+        limits = (item.decoder.config.decoder_position_limit for item in (state, draft))
+        most, most_of_draft = (config.max_length if limit is None else limit for limit in limits)
         end, total = min(config.max_length - 1, most, most_of_draft + 1), 0.0
         is_done, ids = input_ids.shape[1] >= config.max_length, input_ids
         while not is_done:

@@ -64,7 +64,7 @@ class WeightRecord:
     """
 
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]):
-        self._module, self._modules, self._weights = module, walk(module), weights
+        self._module, self._modules, self._weights = module, [*module.modules()], weights
         # Views show the current entries as long as the addresses are the same. An odd step meets many columns.
         steps = [max(1, weight.numel() // _SAMPLED_ENTRIES) | 1 for weight in weights]
         self._views = [weight.detach().flatten()[::step] for weight, step in zip(weights, steps, strict=True)]
@@ -88,19 +88,6 @@ class WeightRecord:
             objects += (type(module), *module._modules.values(), *module._parameters.values())
         versions = [(weight.data_ptr(), weight._version) for weight in self._weights]
         return objects, versions, torch.cat(self._views) if self._views else torch.empty(0)
-
-
-def walk(*modules: nn.Module) -> list[nn.Module]:
-    """Return modules and all their submodules. A shared submodule comes once per place.
-
-    `nn.Module.modules()` makes names as well, which takes several times as long.
-    """
-    reached = list(modules)
-    for module in reached:
-        # The loop also visits modules that it appends.
-        if module._modules:
-            reached += [child for child in module._modules.values() if child is not None]
-    return reached
 
 
 def can_record(layer: nn.Module) -> bool:
@@ -182,11 +169,13 @@ def plug_in() -> None:
     plain_encode, plain_train = MetaphraseEncoder.encode, Stack.train
 
     def encode(encoder, embeddings, attention_mask, position_ids, **kwargs):
-        parameter, replaced, copies = next(encoder.parameters()), [], []
         # A compiled or traced graph must contain the layers themselves.
         is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        is_training = encoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if parameter.dtype == torch.float32 and parameter.device.type == "cpu" and not (is_graph or is_training):
+        if is_graph or encoder.training or torch.is_grad_enabled():
+            return plain_encode(encoder, embeddings, attention_mask, position_ids, **kwargs)
+        parameter, replaced, copies = next(encoder.parameters()), [], []
+        is_plain_dtype = parameter.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        if is_plain_dtype and parameter.device.type == "cpu":
             copies = prepared_copies(encoder, encoder.layers, _prepack)
         for layer, packed in copies:
             # accelerate, for example, replaces `forward` to load the weights first.
@@ -195,9 +184,8 @@ def plug_in() -> None:
                 vars(layer)["forward"] = packed
                 replaced.append(layer)
         try:
-            output = None
-            if position_ids is None and kwargs.get("source_lengths") is None:
-                output = encode_without_padding(encoder, embeddings, attention_mask, **kwargs)
+            is_batch = position_ids is None and kwargs.get("source_lengths") is None
+            output = encode_without_padding(encoder, embeddings, attention_mask, **kwargs) if is_batch else None
             return output or plain_encode(encoder, embeddings, attention_mask, position_ids, **kwargs)
         finally:
             for layer in replaced:
@@ -219,18 +207,16 @@ def encode_without_padding(
 
     None means that packing would not be faster, or that hooks of the layers would see the packed row.
     """
-    is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if is_graph or encoder.training or torch.is_grad_enabled() or packed_stacks.asks_for_reference(encoder):
-        return None
     # In float16, only the padded kernels keep large scores finite.
     is_supported = embeddings.device.type == "cpu" and embeddings.dtype in (torch.float32, torch.bfloat16)
     has_mask = is_padding_mask(attention_mask) and attention_mask.shape == embeddings.shape[:2]
-    if not is_supported or not has_mask or embeddings.shape[2] < LEAST_HIDDEN_SIZE:
+    is_narrow = embeddings.shape[2] < LEAST_HIDDEN_SIZE
+    if not is_supported or not has_mask or is_narrow or packed_stacks.asks_for_reference(encoder):
         return None
     is_token = attention_mask != 0
     if bool(is_token.sum() > (1 - LEAST_PADDING) * is_token.numel()):
         return None
-    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in walk(encoder.layers))
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in encoder.layers.modules())
     # Each row must have one stretch of tokens: a hole would change distances, and a segment must not be empty.
     starts = nn.functional.pad(is_token, (1, 0)).int().diff() > 0
     if has_hooks or not bool((starts.sum(dim=1) == 1).all()):

@@ -207,9 +207,8 @@ class CTranslate2Engine:
         self._target_ids = {token: index for index, token in enumerate(self.targets)}
         self._start = read_json(self.folder / CONFIG_NAME).get("decoder_start_token")
         # A copy that `EngineChoice` makes has none of its own.
-        self.generation_config = GenerationConfig()
-        if (self.folder / GENERATION_CONFIG_NAME).is_file():
-            self.generation_config = GenerationConfig.from_pretrained(self.folder)
+        has_config = (self.folder / GENERATION_CONFIG_NAME).is_file()
+        self.generation_config = GenerationConfig.from_pretrained(self.folder) if has_config else GenerationConfig()
         self._copy: tempfile.TemporaryDirectory | None = None
         # True to use the vocabulary map of the folder.
         self.use_vmap = False

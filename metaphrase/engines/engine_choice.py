@@ -143,12 +143,14 @@ class EngineChoice:
         if is_exact:
             # In int8 the engines round differently, so that the choice must not depend on the other texts of a call.
             batch_size = min(batch_size, len(sources))
-        engine, text = model, "CTranslate2 (faster for this model and search)"
-        try:
-            if reason := "CTranslate2 takes one model at a time" if has_partners else self._obstacle:
-                raise MetaphraseError(reason)
+
+        def find_obstacle() -> str | None:
+            if has_partners:
+                return "CTranslate2 takes one model at a time"
+            if self._obstacle is not None:
+                return self._obstacle
             if is_exact and self._num_sentences < MIN_SENTENCES:
-                raise MetaphraseError(f"fewer than {MIN_SENTENCES} sentences do not pay for loading CTranslate2")
+                return f"fewer than {MIN_SENTENCES} sentences do not pay for loading CTranslate2"
             # Needs an extra.
             from metaphrase.conversion.checkpoints import SINUSOIDAL_POSITIONS
             from metaphrase.engines.ctranslate2_engine import translate_exactly
@@ -156,31 +158,33 @@ class EngineChoice:
             search = translate_exactly(model.generation_config, options, vocab_size=model.config.decoder_vocab_size)
             num_beams = search.options["beam_size"]
             if not is_faster(self._num_weights, self._dtype, num_beams, batch_size):
-                weights = f"{self._num_weights:,} weights in {self._dtype}"
-                raise MetaphraseError(f"faster for {weights} with `num_beams` {num_beams}")
+                return f"faster for {self._num_weights:,} weights in {self._dtype} with `num_beams` {num_beams}"
             if search.start is None or self._start not in (None, search.start):
-                raise MetaphraseError("CTranslate2 does not support another `decoder_start_token_id`")
+                return "CTranslate2 does not support another `decoder_start_token_id`"
             limits = target_limits(model, options, map(len, sources))
             longest = max(*map(len, sources), search.options["max_decoding_length"] + 1, *filter(None, limits))
             is_sinusoidal = model.config.position_embedding_type == "sinusoidal"
             limit = max(longest_target(model), SINUSOIDAL_POSITIONS) if is_sinusoidal else longest_target(model)
             if limit is not None and longest > limit:
-                text = f"the positions of CTranslate2 end at {limit}, and the longest text may have {longest}"
-                raise MetaphraseError(text)
+                return f"the positions of CTranslate2 end at {limit}, and the longest text may have {longest}"
             if is_exact and return_scores:
-                raise MetaphraseError("scores of CTranslate2 differ in the last digits")
+                return "scores of CTranslate2 differ in the last digits"
             with self._lock:
                 self._obstacle = self._load(model)
-            if self._obstacle is not None:
-                raise MetaphraseError(self._obstacle)
-            engine = self._engine
+            return self._obstacle
+
+        try:
+            obstacle = find_obstacle()
         except (ImportError, ValueError) as error:
+            obstacle = str(error)
+        text = "CTranslate2 (faster for this model and search)"
+        if obstacle is not None:
             # A reason may hold values of the call, such as long lists of ids.
-            text = f"torch ({textwrap.shorten(str(error).removesuffix('.'), 200)})"
+            text = f"torch ({textwrap.shorten(obstacle.removesuffix('.'), 200)})"
         if text not in self._logged:
             self._logged.add(text)
             logger.info("Engine: %s", text)
-        return engine
+        return self._engine if obstacle is None else model
 
     def _write_files(self, model: PreTrainedModel) -> str | None:
         """Write the copy's files. Return the reason if that is not possible."""

@@ -6,19 +6,17 @@ Only attention uses the grid. Blocks of rows are as wide as their longest row, s
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from metaphrase.modeling.layers import MetaphraseAttention
-from metaphrase.ops.linear_and_dropout import apply_mask, can_fuse, joined_linear, random_mask
+from metaphrase.ops.linear_and_dropout import apply_mask, random_mask
 from metaphrase.ops.packed_rows import PackedSequences, Packing, attend_in_blocks, grid_width
 
 # Most scores of a block, so that they stay in the processor's cache.
 BLOCK_ENTRIES = 2**19
 # Most bytes of attention weights that a layer stores for the backward pass. More weights are computed again.
 MAX_KEPT_BYTES = 2**26
-# In rows of fewer entries, the gradient of a softmax takes a CPU many times as long in bfloat16 as in float32.
-MIN_HALF_WIDTH = 32
 # A CPU computes a power of 2 in a quarter of the time of an exponential. The scores are multiplied by this factor.
 _LOG2_E = math.log2(math.e)
 # Sums of exponentials within these bounds are far from overflow and from 0.
@@ -55,13 +53,12 @@ class Grid:
     def __init__(self, packing: Packing, heads: int):
         self.blocks = list(_make_blocks(packing, heads))
         self.num_scores = sum(block.rows * block.query_width * block.key_width for block in self.blocks)
-        # Blocks of the same sequences have the same width.
-        widths = {(block.sequences.start, block.sequences.stop): block for block in self.blocks}
-        sequences = [slice(*bounds) for bounds in widths]
-        self.queries = GridSide(packing.queries, heads, sequences, [block.query_width for block in widths.values()])
-        self.keys = self.queries
+        # The blocks of all heads of the same sequences have the same width.
+        first = [block for block in self.blocks if block.heads.start == 0]
+        sequences = [block.sequences for block in first]
+        self.queries = self.keys = _lay_out(packing.queries, heads, sequences, [block.query_width for block in first])
         if packing.keys is not packing.queries:
-            self.keys = GridSide(packing.keys, heads, sequences, [block.key_width for block in widths.values()])
+            self.keys = _lay_out(packing.keys, heads, sequences, [block.key_width for block in first])
 
     def parts(
         self, query_cells: Sequence[torch.Tensor], key_cells: Sequence[torch.Tensor]
@@ -74,51 +71,27 @@ class Grid:
             yield block, [part.view(block.rows, -1, part.shape[-1]) for part in block_parts]
 
 
-class GridSide:
-    """The cells of the queries or of the keys, block by block, each (sequences, H, width).
+class GridSide(NamedTuple):
+    """The cells of the queries or of the keys, block by block, each (sequences, H, width)."""
 
-    `to_grid` has the index of each cell among the flattened (tokens, H), and `from_grid` the cell of each of these. Empty cells
-    repeat the last token of their sequence.
-    """
+    # Index of each cell among the flattened (tokens, H). Empty cells repeat the last token of their sequence.
+    to_grid: torch.Tensor
+    # The cell of each of these.
+    from_grid: torch.Tensor
 
-    def __init__(self, row: PackedSequences, heads: int, sequences: list[slice], widths: list[int]):
-        """Lay out a row in groups of sequences, each of one width."""
-        self.heads, cells, are_full = heads, [], []
-        head = torch.arange(heads, device=row.lengths.device)[:, None]
-        for group, width in zip(sequences, widths, strict=True):
-            lengths, columns = row.lengths[group, None], torch.arange(width, device=head.device)
-            tokens = row.starts[group, None] + torch.minimum(columns, lengths - 1)
-            # (sequences, 1, width) * heads + (heads, 1) -> (sequences * heads * width)
-            cells.append((tokens[:, None] * heads + head).flatten())
-            are_full.append((columns < lengths)[:, None].expand(-1, heads, -1).flatten())
-        self.to_grid, full = torch.cat(cells), torch.cat(are_full).nonzero()[:, 0]
-        self.from_grid = torch.empty_like(full).index_copy_(0, self.to_grid[full], full)
-        self._indices_by_count = {1: (self.to_grid, self.from_grid)}
 
-    def enter(self, rows: torch.Tensor, count: int = 1, repeats: bool = True) -> list[torch.Tensor]:
-        """Copy `count` states of each token into the grid: (tokens, count * H * head_dim) -> `count` times (cells, head_dim)."""
-        to_grid, from_grid = self._indices(count)
-        rows = rows.reshape(-1, rows.shape[-1] // (count * self.heads))
-        if repeats:
-            cells = rows.index_select(0, to_grid)
-        else:
-            cells = rows.new_zeros(len(to_grid), rows.shape[-1]).index_copy_(0, from_grid, rows)
-        return list(cells.chunk(count))
-
-    def leave(self, cells: torch.Tensor, count: int = 1) -> torch.Tensor:
-        """Undo `enter`: (count * cells, head_dim) -> (tokens, count * H * head_dim)."""
-        rows = cells.index_select(0, self._indices(count)[1])
-        return rows.view(-1, count * self.heads * cells.shape[-1])
-
-    def _indices(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if count not in self._indices_by_count:
-            number = torch.arange(count, device=self.to_grid.device)[:, None]
-            token, head = self.to_grid // self.heads, self.to_grid % self.heads
-            # (count, cells) and (tokens, count, H)
-            to_grid = (token * count + number) * self.heads + head
-            from_grid = self.from_grid.view(-1, 1, self.heads) + number * len(self.to_grid)
-            self._indices_by_count[count] = to_grid.flatten(), from_grid.flatten()
-        return self._indices_by_count[count]
+def _lay_out(row: PackedSequences, heads: int, sequences: list[slice], widths: list[int]) -> GridSide:
+    """Lay out a row in groups of sequences, each of one width."""
+    cells, are_full = [], []
+    head = torch.arange(heads, device=row.lengths.device)[:, None]
+    for group, width in zip(sequences, widths, strict=True):
+        lengths, columns = row.lengths[group, None], torch.arange(width, device=head.device)
+        tokens = row.starts[group, None] + torch.minimum(columns, lengths - 1)
+        # (sequences, 1, width) * heads + (heads, 1) -> (sequences * heads * width)
+        cells.append((tokens[:, None] * heads + head).flatten())
+        are_full.append((columns < lengths)[:, None].expand(-1, heads, -1).flatten())
+    to_grid, full = torch.cat(cells), torch.cat(are_full).nonzero()[:, 0]
+    return GridSide(to_grid, torch.empty_like(full).index_copy_(0, to_grid[full], full))
 
 
 def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:
@@ -133,9 +106,8 @@ def _make_blocks(packing: Packing, heads: int) -> Iterator[Block]:
                 break
             stop, widths = stop + 1, wider
         query_width, key_width = widths
-        step = heads
-        while step > 1 and (stop - start) * step * query_width * key_width > BLOCK_ENTRIES:
-            step = max(part for part in range(1, step) if heads % part == 0)
+        most = BLOCK_ENTRIES // ((stop - start) * query_width * key_width)
+        step = max(part for part in range(1, heads + 1) if heads % part == 0 and part <= max(most, 1))
         for head in range(0, heads, step):
             ends = [
                 (slice(number * step, (number + 1) * step), length)
@@ -151,33 +123,25 @@ class _GridAttention(torch.autograd.Function):
     """Softmax attention with its gradient written out (Vaswani et al. 2017, section 3.2, arXiv 1706.03762)."""
 
     @staticmethod
-    def forward(
-        ctx, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float, cap: float | None, *rows: torch.Tensor
-    ):
+    def forward(ctx, mask, grid: Grid, keeps_weights: bool, scaling: float, p: float, *rows: torch.Tensor):
         # `keeps_weights` stores the attention weights for the backward pass, which else computes them again.
-        ctx.grid, ctx.scaling, ctx.cap, ctx.keeps_weights, ctx.kept_share = grid, scaling, cap, keeps_weights, 1.0
-        width = sum(states.shape[1] for states in rows) // 3
-        # The first tensor holds the queries, alone or with keys and values.
-        sides = [grid.queries, *[grid.keys] * (len(rows) - 1)]
-        ctx.sides = [(side, states.shape[1] // width) for side, states in zip(sides, rows, strict=True)]
-        query, key, value = (
-            cells for states, (side, count) in zip(rows, ctx.sides, strict=True) for cells in side.enter(states, count)
-        )
+        ctx.grid, ctx.scaling, ctx.keeps_weights, ctx.kept_share = grid, scaling, keeps_weights, 1.0
+        ctx.sides = grid.queries, grid.keys, grid.keys
+        query, key, value = (part.index_select(0, side.to_grid) for part, side in zip(rows, ctx.sides, strict=True))
         output = torch.empty_like(query)
         all_weights, all_masks = [], []
         for block, (queries, outputs, keys, values) in grid.parts((query, output), (key, value)):
-            weights = _weights(queries, keys, mask, block, scaling, cap)
+            weights = _weights(queries, keys, mask, block, scaling)
             if keeps_weights:
                 all_weights.append(weights)
-            dropped = weights.to(value.dtype)
             if p:
-                dropout_mask, ctx.kept_share = random_mask(dropped.shape, p, query.device)
+                dropout_mask, ctx.kept_share = random_mask(weights.shape, p, query.device)
                 all_masks.append(dropout_mask)
-                dropped = apply_mask(dropped, dropout_mask, ctx.kept_share)
-            torch.bmm(dropped, values, out=outputs)
+                weights = apply_mask(weights, dropout_mask, ctx.kept_share)
+            torch.bmm(weights, values, out=outputs)
         # The cells take hardly more memory than the rows, and need not be gathered again.
         ctx.save_for_backward(query, key, value, mask, *all_masks, *all_weights)
-        return grid.queries.leave(output)
+        return output.index_select(0, grid.queries.from_grid)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -187,30 +151,25 @@ class _GridAttention(torch.autograd.Function):
         grid, scaling = ctx.grid, ctx.scaling
         all_weights = saved[-len(grid.blocks) :] if ctx.keeps_weights else []
         all_masks = saved[: len(saved) - len(all_weights)]
-        gradients = [query.new_empty(count * len(side.to_grid), query.shape[1]) for side, count in ctx.sides]
-        query_gradient, key_gradient, value_gradient = (
-            part for cells, (_, count) in zip(gradients, ctx.sides, strict=True) for part in cells.chunk(count)
-        )
-        (incoming,) = grid.queries.enter(gradient, repeats=False)
+        query_gradient, key_gradient, value_gradient = gradients = [*map(torch.empty_like, (query, key, value))]
+        # Empty cells have no gradient.
+        incoming = torch.zeros_like(query).index_copy_(0, grid.queries.from_grid, gradient)
         mask_gradient = torch.zeros(mask.shape, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         all_parts = grid.parts((query, query_gradient, incoming), (key, value, key_gradient, value_gradient))
         for number, (block, parts) in enumerate(all_parts):
             queries, queries_gradient, outputs_gradient, keys, values, keys_gradient, values_gradient = parts
-            weights = all_weights[number] if all_weights else _weights(queries, keys, mask, block, scaling, ctx.cap)
-            dropped, slope = weights.to(values.dtype), torch.bmm(outputs_gradient, values.transpose(1, 2))
+            weights = all_weights[number] if all_weights else _weights(queries, keys, mask, block, scaling)
+            dropped, slope = weights, torch.bmm(outputs_gradient, values.transpose(1, 2))
             if all_masks:
                 dropped, slope = (
                     apply_mask(entries, all_masks[number], ctx.kept_share) for entries in (dropped, slope)
                 )
             torch.bmm(dropped.transpose(1, 2), outputs_gradient, out=values_gradient)
-            # weights * (slope - sum(weights * slope)), in the dtype of the weights.
-            slope = torch._softmax_backward_data(slope.to(weights.dtype), weights, -1, weights.dtype)
+            # weights * (slope - sum(weights * slope))
+            slope = torch._softmax_backward_data(slope, weights, -1, weights.dtype)
             if mask_gradient is not None:
                 part = block.part(mask_gradient)
                 part += slope.float().view(-1, block.num_heads, *slope.shape[1:]).sum_to_size(part.shape)
-            slope = slope.to(values.dtype)
-            if ctx.cap is not None:
-                slope *= 1 - _capped(queries, keys, scaling, ctx.cap).square()
             torch.bmm(slope, keys, out=queries_gradient)
             torch.bmm(slope.transpose(1, 2), queries, out=keys_gradient)
         # There are fewer entries to scale here than in the scores.
@@ -218,30 +177,17 @@ class _GridAttention(torch.autograd.Function):
         key_gradient.mul_(scaling)
         if mask_gradient is not None:
             mask_gradient = mask_gradient.to(mask.dtype)
-        row_gradients = (side.leave(cells, count) for cells, (side, count) in zip(gradients, ctx.sides, strict=True))
-        return mask_gradient, None, None, None, None, None, *row_gradients
-
-
-def _weight_dtype(dtype: torch.dtype, width: int) -> torch.dtype:
-    return dtype if dtype == torch.bfloat16 and width >= MIN_HALF_WIDTH else torch.float32
-
-
-def _capped(query: torch.Tensor, key: torch.Tensor, scaling: float, cap: float) -> torch.Tensor:
-    # The scores of a soft cap as shares of the cap, from -1 to 1.
-    return torch.bmm(query, key.transpose(1, 2)).mul_(scaling / cap).tanh_()
+        gradients = (part.index_select(0, side.from_grid) for part, side in zip(gradients, ctx.sides, strict=True))
+        return mask_gradient, None, None, None, None, *gradients
 
 
 def _weights(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, block: Block, scaling: float, cap: float | None
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, block: Block, scaling: float
 ) -> torch.Tensor:
-    capped = None if cap is None else _capped(query, key, scaling, cap).mul_(cap * _LOG2_E)
     if mask is None:
-        if capped is None:
-            # In place, because `baddbmm` would copy its first operand.
-            scores = query.new_empty(len(query), query.shape[1], key.shape[1])
-            scores.baddbmm_(query, key.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E)
-        else:
-            scores = capped
+        # In place, because `baddbmm` would copy its first operand.
+        scores = query.new_empty(len(query), query.shape[1], key.shape[1])
+        scores.baddbmm_(query, key.transpose(1, 2), beta=0, alpha=scaling * _LOG2_E)
         # Few cells are empty. Writing them takes less time than adding a mask to all cells.
         for rows, end in block.ends:
             scores[rows, :, end:] = torch.finfo(scores.dtype).min
@@ -249,11 +195,8 @@ def _weights(
         # (sequences * H, query width, key width)
         shape = (block.rows // block.num_heads, block.num_heads, block.query_width, -1)
         block_mask = block.part(mask).to(query.dtype).expand(shape).flatten(0, 1)
-        if capped is None:
-            scores = torch.baddbmm(block_mask, query, key.transpose(1, 2), beta=_LOG2_E, alpha=scaling * _LOG2_E)
-        else:
-            scores = capped.add_(block_mask, alpha=_LOG2_E)
-    return _softmax(scores).to(_weight_dtype(query.dtype, key.shape[1]))
+        scores = torch.baddbmm(block_mask, query, key.transpose(1, 2), beta=_LOG2_E, alpha=scaling * _LOG2_E)
+    return _softmax(scores).to(query.dtype)
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
@@ -280,56 +223,22 @@ def grid_attention(
     key width). None lets all tokens of a sequence see each other. `cap` is the softcap.
     """
     _, heads, _, head_dim = states[0].shape
-    rows = [part.transpose(1, 2).reshape(-1, heads * head_dim) for part in states]
-    if rows[0].device.type == "cpu" and not torch.compiler.is_compiling():
-        return _joined_grid_attention(rows, heads, mask, packing, scaling, dropout, cap)
+    rows = [part.transpose(1, 2).reshape(-1, head_dim) for part in states]
+    if rows[0].device.type == "cpu" and cap is None and not torch.compiler.is_compiling():
+        if heads not in packing.grids:
+            # Once for all layers.
+            packing.grids[heads] = Grid(packing, heads)
+        grid = packing.grids[heads]
+        keeps_weights = grid.num_scores * rows[0].itemsize <= MAX_KEPT_BYTES
+        output = _GridAttention.apply(mask, grid, keeps_weights, scaling, dropout, *rows)
+        return output.view(1, -1, heads, head_dim)
     # One block, for which no length is read from the device: (tokens, H * head_dim) -> (sequences, H, width, head_dim)
     count, sides = len(packing.queries.lengths), (packing.queries, packing.keys, packing.keys)
     cells = [
-        part.new_zeros(count * side.width, part.shape[1]).index_copy(0, side.cells, part)
+        part.new_zeros(count * side.width, heads * head_dim).index_copy(0, side.cells, part.view(-1, heads * head_dim))
         for side, part in zip(sides, rows, strict=True)
     ]
     cells = [part.view(count, -1, heads, head_dim).transpose(1, 2) for part in cells]
     mask = packing.is_seen_in_grid() if mask is None else mask
     output = attend_in_blocks(cells, mask, scaling, dropout, cap)
     return output.transpose(1, 2).reshape(-1, heads, head_dim).index_select(0, packing.queries.cells)[None]
-
-
-def _joined_grid_attention(
-    rows: Sequence[torch.Tensor], heads: int, mask: torch.Tensor | None, packing: Packing, *options: float | None
-) -> torch.Tensor:
-    # The rows are query, key and value, (tokens, H * head_dim) each. Neighbours may be side by side in one tensor.
-    if heads not in packing.grids:
-        # Once for all layers.
-        packing.grids[heads] = Grid(packing, heads)
-    grid = packing.grids[heads]
-    kept_bytes = grid.num_scores * _weight_dtype(rows[0].dtype, packing.keys.width).itemsize
-    output = _GridAttention.apply(mask, grid, kept_bytes <= MAX_KEPT_BYTES, *options, *rows)
-    return output.view(1, output.shape[0], heads, -1)
-
-
-def fused_grid_attention(
-    attention: MetaphraseAttention,
-    hidden_states: torch.Tensor,
-    encoder_hidden_states: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    packing: Packing,
-    dropout: float,
-) -> torch.Tensor | None:
-    """Project and attend within packed rows, with one product for all projections of the same states.
-
-    (1, query tokens, D), and (1, source tokens, D) for a cross-attention -> (1, query tokens, H, head_dim). None means that
-    something comes between projection and attention, or that the projections cannot be joined.
-    """
-    if packing.kernel != "grid" or attention.config.qk_norm or attention.num_key_value_groups > 1:
-        return None
-    key_value = [attention.k_proj, attention.v_proj]
-    groups = [([attention.q_proj, *key_value], hidden_states)]
-    if attention.is_cross:
-        groups = [([attention.q_proj], hidden_states), (key_value, encoder_hidden_states)]
-    if not all(can_fuse(layer, states) for layers, states in groups for layer in layers):
-        return None
-    rows = [joined_linear(*group).flatten(0, 1) for group in groups]
-    heads = attention.q_proj.out_features // attention.head_dim
-    cap = attention.options.get("softcap")
-    return _joined_grid_attention(rows, heads, mask, packing, attention.scaling, dropout, cap)

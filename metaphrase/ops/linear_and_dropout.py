@@ -5,7 +5,6 @@ A linear layer adds the bias and applies a ReLU while the product is written, wh
 
 import functools
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -80,56 +79,36 @@ _STRIP_ROWS = 256
 
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, states: torch.Tensor, is_rectified: bool, count: int, *parameters: torch.Tensor):
-        # The parameters are `count` weights, then their biases, if they have any.
-        matrix, *row = (_join(part, states.dtype) for part in (parameters[:count], parameters[count:]) if part)
+    def forward(
+        ctx, states: torch.Tensor, is_rectified: bool, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        matrix, row = weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
         activation = "relu" if is_rectified else "none"
-        output = torch.ops.mkldnn._linear_pointwise(states, matrix, row[0] if row else None, activation, [], "")
+        output = torch.ops.mkldnn._linear_pointwise(states, matrix, row, activation, [], "")
         ctx.save_for_backward(states, matrix, output if is_rectified else None)
-        ctx.sizes = [len(weight) for weight in parameters[:count]]
-        ctx.dtypes = [parameter.dtype for parameter in parameters]
+        ctx.dtype = weight.dtype
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         states, matrix, output = ctx.saved_tensors
-        rows, count = gradient.flatten(0, -2), len(ctx.sizes)
-        needs_states, _, _, *needed = ctx.needs_input_grad
-        row_sum = None
+        needs_states, _, needs_weight, needs_bias = ctx.needs_input_grad
+        rows, row_sum = gradient.flatten(0, -2), None
         if output is not None:
             # The gradient before a ReLU, and its sum over the rows. Strips are summed while they are in the cache.
             incoming, rows = rows, torch.empty_like(output.flatten(0, -2))
-            row_sum = torch.zeros(rows.shape[1]) if any(needed[count:]) else None
+            row_sum = torch.zeros(rows.shape[1]) if needs_bias else None
             strips = (part.split(_STRIP_ROWS) for part in (rows, incoming, output.flatten(0, -2)))
             for strip, *parts in zip(*strips, strict=True):
                 torch.ops.aten.threshold_backward.grad_input(*parts, 0, grad_input=strip)
                 if row_sum is not None:
                     row_sum += strip.sum(dim=0)
-        elif any(needed[count:]):
+        elif needs_bias:
             row_sum = rows.sum(dim=0)
         states_gradient = (rows @ matrix).view(states.shape) if needs_states else None
-        gradients = [None] * len(needed)
-        if any(needed[:count]):
-            gradients[:count] = (rows.t() @ states.flatten(0, -2)).split(ctx.sizes)
-        if row_sum is not None:
-            gradients[count:] = row_sum.split(ctx.sizes)
-        gradients = [
-            part.to(dtype) if is_needed else None
-            for part, dtype, is_needed in zip(gradients, ctx.dtypes, needed, strict=True)
-        ]
-        return states_gradient, None, None, *gradients
-
-
-def _join(parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    first = parameters[0]
-    if len(parameters) == 1:
-        return first.to(dtype)
-    sizes = [len(parameter) for parameter in parameters]
-    joined = first.new_empty(sum(sizes), *first.shape[1:], dtype=dtype)
-    for rows, parameter in zip(joined.split(sizes), parameters, strict=True):
-        rows.copy_(parameter)
-    return joined
+        weight_gradient = (rows.t() @ states.flatten(0, -2)).to(ctx.dtype) if needs_weight else None
+        return states_gradient, None, weight_gradient, None if row_sum is None else row_sum.to(ctx.dtype)
 
 
 @functools.cache
@@ -154,16 +133,10 @@ def can_fuse(layer: nn.Module, states: torch.Tensor, activation: nn.Module | Non
 def linear(layer: nn.Module, states: torch.Tensor, activation: nn.Module | None = None) -> torch.Tensor:
     """Apply a linear layer, and an activation after it: (..., in_features) -> (..., out_features)."""
     if can_fuse(layer, states, activation):
-        return joined_linear([layer], states, activation is not None)
+        return _FusedLinear.apply(states, activation is not None, layer.weight, layer.bias)
     if activation is not None and can_fuse(layer, states):
-        return activation(joined_linear([layer], states))
+        return activation(linear(layer, states))
     return plain_linear(layer, states, activation)
-
-
-def joined_linear(layers: Sequence[nn.Linear], states: torch.Tensor, is_rectified: bool = False) -> torch.Tensor:
-    """Apply layers, all with a bias or none, for which `can_fuse` is true: (..., in_features) -> (..., sum of out_features)."""
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    return _FusedLinear.apply(states, is_rectified, len(layers), *(layer.weight for layer in layers), *biases)
 
 
 def is_hooked(module: nn.Module) -> bool:

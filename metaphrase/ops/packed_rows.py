@@ -13,6 +13,7 @@ token sees only the tokens of its sequence, or of its source, so the attention i
 
 import functools
 import inspect
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -97,14 +98,14 @@ class Packing:
 
     def is_seen(self) -> torch.Tensor:
         """Return True if a query sees a key, `(1, 1, query tokens, key tokens)`."""
-        is_seen = self.queries.ids[:, None] == self.keys.ids[None, :]
-        distance = self.keys.positions - self.queries.positions.mT
-        if self.is_causal:
-            is_seen = is_seen & (distance <= 0)
-        if self.window is not None:
-            left, right = self.window
-            is_seen = is_seen & (distance >= -left) & (distance <= right)
-        return is_seen[None, None]
+        is_near = self._is_near(self.queries.positions.mT, self.keys.positions, self.queries.lengths[self.keys.ids])
+        return (is_near & (self.queries.ids[:, None] == self.keys.ids))[None, None]
+
+    def _is_near(self, queries: torch.Tensor, keys: torch.Tensor, query_lengths: torch.Tensor) -> torch.Tensor:
+        """Return True if a query at a position sees a key at a position of the same sequence, which has so many queries."""
+        left, right = (math.inf, math.inf) if self.window is None else self.window
+        distance = keys - queries
+        return (distance >= -left) & (distance <= (0 if self.is_causal else right))
 
     def is_seen_in_grid(self) -> torch.Tensor:
         """Return True if a query sees a key in the grid, `(sequences or 1, 1, query width or 1, key width)`.
@@ -139,22 +140,14 @@ class MergedPacking(Packing):
         # Index of each key among all tokens of the targets, and behind them those of the sources, `(keys)`.
         self.order = torch.cat((targets.ids, sources.ids)).argsort(stable=True)
 
-    def is_seen(self) -> torch.Tensor:
-        queries = self.queries.positions[0][:, None]
-        is_seen = self._is_seen(queries, self.keys.positions[0][None, :], self.queries.lengths[self.keys.ids][None, :])
-        return (is_seen & (self.queries.ids[:, None] == self.keys.ids[None, :]))[None, None]
-
     def is_seen_in_grid(self) -> torch.Tensor:
         queries, keys = (torch.arange(side.width, device=side.lengths.device) for side in (self.queries, self.keys))
-        is_seen = self._is_seen(queries[:, None], keys[None, :], self.queries.lengths[:, None, None])
-        is_key = keys < self.keys.lengths[:, None, None]
-        return (is_seen & is_key)[:, None]
+        is_near = self._is_near(queries[:, None], keys, self.queries.lengths[:, None, None])
+        return (is_near & (keys < self.keys.lengths[:, None, None]))[:, None]
 
-    def _is_seen(self, queries: torch.Tensor, keys: torch.Tensor, target_lengths: torch.Tensor) -> torch.Tensor:
-        """Return True if a query sees a key of its pair, whose first keys are the target's."""
-        distance = queries - keys
-        is_near = distance >= 0 if self.window is None else (distance >= 0) & (distance <= self.window[0])
-        return is_near | (keys >= target_lengths)
+    def _is_near(self, queries: torch.Tensor, keys: torch.Tensor, query_lengths: torch.Tensor) -> torch.Tensor:
+        # The first keys of a pair are the target's.
+        return super()._is_near(queries, keys, query_lengths) | (keys >= query_lengths)
 
 
 def split_blocks(states: torch.Tensor, size: int, left: int, right: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from metaphrase.modeling.configuration_metaphrase import SLIDING, SSRU
 from metaphrase.modeling.operators import acceleration
 from metaphrase.modeling.stacks import MetaphraseDecoder, MetaphraseEncoder, Stack
 from metaphrase.ops import linear_and_dropout, packed_rows
-from metaphrase.ops.grid_attention import fused_grid_attention, grid_attention
+from metaphrase.ops.grid_attention import grid_attention
 from metaphrase.ops.packed_rows import MergedPacking, PackedSequences, Packing, packed_mask, product_dtype
 
 # Older GPUs have no flash attention.
@@ -178,9 +178,8 @@ def choose_kernel(stack: Stack, states: torch.Tensor, is_plain: bool) -> str:
     has_dropout = stack.training and config.attention_dropout > 0
     is_plain = is_plain and not has_dropout and config.attn_logit_softcapping is None
     can_flash = product_dtype(states) in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-    if is_plain and can_flash and states.device.type == "cuda":
-        return "varlen" if torch.cuda.get_device_capability(states.device) >= _LEAST_CAPABILITY else "grid"
-    return "grid"
+    is_gpu = states.device.type == "cuda" and torch.cuda.get_device_capability(states.device) >= _LEAST_CAPABILITY
+    return "varlen" if is_plain and can_flash and is_gpu else "grid"
 
 
 def packed_attention(
@@ -195,10 +194,6 @@ def packed_attention(
     """Project and attend within packed rows: `(1, query tokens, heads, head_dim)`, and the weights of `reference` or None."""
     if attention.is_cross:
         packing = packing.cross
-    if position_embeddings is None and not attention.is_merged:
-        output = fused_grid_attention(attention, hidden_states, encoder_hidden_states, mask, packing, dropout)
-        if output is not None:
-            return output, None
     query, cap = attention.project_queries(hidden_states, position_embeddings), attention.options.get("softcap")
     inputs = (encoder_hidden_states,) if attention.is_cross else (hidden_states, position_embeddings)
     states = attention.project_keys_and_values(*inputs)

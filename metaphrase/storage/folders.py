@@ -47,9 +47,10 @@ def file_in_one_step(path: Path) -> Iterator[Path]:
 def folder_in_one_step(output: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield a temporary folder, which becomes `output` if the block succeeds and is removed if it fails.
 
-    `check` raises an error if `output` must not be replaced. It is called after the block, which may take hours. The README.md
-    of a replaced folder is kept: its owner may have edited it.
+    `check` raises an error if `output` must not be replaced. It is called before the block, which may take hours, and behind.
+    The README.md of a replaced folder is kept: its owner may have edited it.
     """
+    check()
     output = output.resolve()
     partial, replaced = (_temporary_path(output, kind) for kind in ("partial", "replaced"))
     output.parent.mkdir(parents=True, exist_ok=True)

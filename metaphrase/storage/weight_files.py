@@ -32,10 +32,6 @@ class Kind(NamedTuple):
         return str(tuple(self))
 
     @property
-    def is_floating_point(self) -> bool:
-        return self.dtype.startswith(("F", "BF"))
-
-    @property
     def nbytes(self) -> int:
         bits = re.search(r"\d+", self.dtype)
         return math.prod(self.shape) * (int(bits.group()) // 8 if bits else 1)
@@ -120,16 +116,16 @@ class PlannedTensor(NamedTuple):
     make: Callable[[], torch.Tensor]
 
 
-def write_weights(folder: Path, planned: Mapping[str, PlannedTensor], max_shard_bytes: int) -> None:
+def write_weights(folder: Path, planned: Mapping[str, PlannedTensor], max_shard_size: int | str) -> None:
     """Write `model.safetensors`, or several files and an index. Only one file's tensors are in memory at a time.
 
-    Only a single tensor may exceed the limit of one file.
+    Only a single tensor may exceed the limit of one file, which is in bytes or such as 500MB.
     """
     split = split_state_dict_into_shards_factory(
         dict(planned),
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern=SAFE_WEIGHTS_NAME.replace(".", "{suffix}."),
-        max_shard_size=max_shard_bytes,
+        max_shard_size=int(max_shard_size) if str(max_shard_size).isdecimal() else max_shard_size,
     )
     for file, names in split.filename_to_tensors.items():
         tensors: dict[str, torch.Tensor] = {}

@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 from torch import nn
 
 from metaphrase.ops import linear_and_dropout as fused_linear
-from metaphrase.ops.linear_and_dropout import add_dropout, joined_linear, linear, random_mask
+from metaphrase.ops.linear_and_dropout import add_dropout, linear, random_mask
 
 
 @pytest.fixture
@@ -101,20 +101,6 @@ def test_other_classes_and_other_activations_are_called(calls):
     assert [part[1] for part in calls] == [False, False]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_layers_side_by_side_are_what_each_is(has_bias, dtype, calls):
-    layers = nn.ModuleList([nn.Linear(24, size, bias=has_bias, dtype=dtype) for size in (40, 8, 16)])
-    states = torch.randn(2, 5, 24).bfloat16()
-    actual, gradients = run(layers, states, None, lambda layers, states, _: joined_linear(layers, states))
-    assert len(calls) == 1
-    expected, expected_gradients = run(
-        layers, states, None, lambda layers, states, _: torch.cat([layer(states) for layer in layers], dim=-1)
-    )
-    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
-    torch.testing.assert_close(gradients, expected_gradients, rtol=2**-6, atol=2**-5)
-
-
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 256, 600])
 def test_gradients_through_a_relu_are_summed_strip_by_strip(rows, has_bias, calls):
@@ -129,18 +115,17 @@ ROTARY = {"position_embedding_type": "rotary"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "joined"),
+    "fields",
     [
-        # Query, key and value of four self-attentions; key and value of two cross-attentions.
-        ({"activation_function": "relu", "gated_mlp": False, "mlp_bias": True, "attention_bias": True}, 4 * 2 + 2),
-        ({"activation_function": "gelu", "gated_mlp": False, "attention_dropout": 0.1}, 4 * 2 + 2),
-        ({"activation_function": "silu", "gated_mlp": True, "position_embedding_type": "relative"}, 4 * 2 + 2),
-        ({"activation_function": "silu", "gated_mlp": True, **ROTARY}, 2),
-        ({"qk_norm": True}, 0),
-        ({"num_key_value_heads": 2}, 0),
+        {"activation_function": "relu", "gated_mlp": False, "mlp_bias": True, "attention_bias": True},
+        {"activation_function": "gelu", "gated_mlp": False, "attention_dropout": 0.1},
+        {"activation_function": "silu", "gated_mlp": True, "position_embedding_type": "relative"},
+        {"activation_function": "silu", "gated_mlp": True, **ROTARY},
+        {"qk_norm": True},
+        {"num_key_value_heads": 2},
     ],
 )
-def test_a_model_learns_the_same_from_fused_layers(fields, joined, calls, monkeypatch):
+def test_a_model_learns_the_same_from_fused_layers(fields, calls, monkeypatch):
     fields = {"position_embedding_type": "sinusoidal"} | fields
     model = tiny_model(initializer_range=0.2, **fields).train()
     # Layers that are computed again read the same.
@@ -155,7 +140,7 @@ def test_a_model_learns_the_same_from_fused_layers(fields, joined, calls, monkey
 
     output, actual = step()
     inner = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "lm_head"]
-    assert len(calls) == (len(inner) - joined) * (2 if is_checkpointed else 1)
+    assert len(calls) == len(inner) * (2 if is_checkpointed else 1)
     monkeypatch.setattr(fused_linear, "_LEAST_SIZE", 2**60)
     plain_output, expected = step()
     assert output.loss.item() == pytest.approx(plain_output.loss.item(), rel=2e-3)

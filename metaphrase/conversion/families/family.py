@@ -7,7 +7,7 @@ import functools
 import logging
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -160,12 +160,7 @@ class Family:
             radius = max(1, ours.encoder_window[0]) if ours.encoder_window else 1
             allowed |= {name: (value,) for name, value in encoder_windows(ours.encoder_layers, radius).items()}
         allowed |= self.allowed_values(ours)
-        if obstacles := [
-            f"`{field}` must be {' or '.join(map(str, values))}, got {getattr(ours, field)}"
-            for field, values in allowed.items()
-            if getattr(ours, field) not in values
-        ]:
-            raise MetaphraseError(f"The model is no {self.name}: " + "; ".join(obstacles) + ".")
+        refuse_obstacles(ours, allowed, f"no {self.name}")
         fields = {name: getattr(ours, field) for field, name in self.field_names.items()}
         fields |= {name: getattr(ours, name) for name in SPECIAL_IDS}
         if ours.decoder_start_token_id is None:
@@ -211,6 +206,16 @@ class Family:
     def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor:
         """Make a weight of theirs that has no counterpart of ours."""
         return torch.zeros(shape)
+
+
+def refuse_obstacles(config: MetaphraseConfig, allowed: Mapping[str, Sequence[Any]], kind: str, hint: str = "") -> None:
+    """Raise an error that names all fields of our configuration with a value that is not allowed."""
+    if obstacles := [
+        f"`{field}` must be {' or '.join(map(str, values))}, got {getattr(config, field)}"
+        for field, values in allowed.items()
+        if getattr(config, field) not in values
+    ]:
+        raise MetaphraseError(f"The model is {kind}: {'; '.join(obstacles)}.{hint}")
 
 
 def rename(name: str, module_names: Mapping[str, str]) -> str:

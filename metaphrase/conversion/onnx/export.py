@@ -17,23 +17,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnx_ir
-import onnxruntime
 import torch
-from onnx import helper, numpy_helper
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from metaphrase.conversion.checkpoints import export_folder, position_table
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import naming_extra
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SSRU, STACKS
 from metaphrase.modeling.positions import has_changing_rotation
 from metaphrase.storage.generation_options import length_limits
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.tokenizer_pair import has_languages
+
+with naming_extra("onnx", "ONNX"):
+    import onnx
+    import onnx_ir
+    import onnxruntime
+    import onnxscript  # noqa: F401 (torch's exporter needs it)
+    from onnx import helper, numpy_helper
 
 # Relative to the largest expected value.
 TOLERANCE = 1e-4
@@ -157,17 +160,6 @@ def find_obstacles(config: MetaphraseConfig) -> list[str]:
     return obstacles
 
 
-class EncoderGraph(nn.Module):
-    """Encoder, from ids and mask (B, S) to its output (B, S, H)."""
-
-    def __init__(self, model: PreTrainedModel):
-        super().__init__()
-        self.encoder = model.get_encoder()
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return self.encoder(input_ids=input_ids, attention_mask=attention_mask, return_dict=True).last_hidden_state
-
-
 class DecoderGraph(nn.Module):
     """Decoding step: logits (B, T, V), then keys and values (B, heads, length, head_dim) of each layer.
 
@@ -272,7 +264,7 @@ def write_graphs(model: PreTrainedModel, folder: Path) -> None:
     attentions = [f"cross_attentions.{layer}" for layer in layers]
     encoder_inputs = {"input_ids": (ids, axes), "attention_mask": (mask, axes)}
     with torch.no_grad():
-        _write(EncoderGraph(model), encoder_inputs, ["last_hidden_state"], folder / ENCODER_NAME)
+        _write(model.get_encoder(), encoder_inputs, ["last_hidden_state"], folder / ENCODER_NAME)
         _write(DecoderGraph(model), decoder_inputs, ["logits", *present, *attentions], folder / DECODER_NAME)
 
 
@@ -331,12 +323,9 @@ def export_web(
         MetaphraseError: If ONNX or transformers.js cannot express the model, weights are missing, or an argument is invalid.
         RuntimeError: If onnxruntime's result differs.
     """
-    library_files = [] if library is None else [Path(library) / name for name in LIBRARY_FILES]
-    for path in library_files:
-        if not path.is_file():
-            name, text = path.relative_to(library).as_posix(), "`node_modules` with `@huggingface/transformers` 4"
-            hint = "Run `npm install --ignore-scripts @huggingface/transformers`"
-            raise MetaphraseError(f"`library` must be a {text}, got {os.fspath(library)!r} without {name}. {hint}.")
+    paths = [] if library is None else [Path(library) / name for name in LIBRARY_FILES]
+    # A missing file is an error before the export, which takes minutes.
+    library_files = {path.name: path.read_bytes() for path in paths}
 
     def write(model: PreTrainedModel, tokenizers: TokenizerPair, folder: Path) -> None:
         config, settings = model.config, model.generation_config
@@ -362,10 +351,9 @@ def export_web(
         fields |= {"max_source_tokens": config.position_limit}
         (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         shutil.copytree(_PAGE, folder, dirs_exist_ok=True)
-        if library_files:
-            (folder / LIBRARY_FOLDER).mkdir()
-        for path in library_files:
-            shutil.copyfile(path, folder / LIBRARY_FOLDER / path.name)
+        for name, content in library_files.items():
+            (folder / LIBRARY_FOLDER).mkdir(exist_ok=True)
+            (folder / LIBRARY_FOLDER / name).write_bytes(content)
 
     obstacles_of = functools.partial(_find_web_obstacles, source)
     return export_folder(source, output, overwrite, write, obstacles_of, {"to": "web"}, **LOAD_OPTIONS)
