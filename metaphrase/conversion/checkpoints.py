@@ -151,11 +151,17 @@ class TorchWeights(WeightFiles):
             try:
                 # A file with anything but tensors is refused, and runs no code. Only files of torch 1.6 and later can be mapped.
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-                tensors |= {name: tensor.detach() for name, tensor in content.items()}
-            except Exception as error:
+                named = {name: tensor.detach() for name, tensor in content.items() if isinstance(name, str)}
+                has_numbers = all(tensor.layout is torch.strided and not tensor.is_meta for tensor in named.values())
+                is_whole = has_numbers and 0 < len(named) == len(content)
+            except Exception:
                 # A damaged pickle raises errors of all kinds, such as IndexError and UnicodeDecodeError.
-                text = f"{path} must be a whole file of named tensors alone: other content could run code."
-                raise MetaphraseError(text) from error
+                is_whole = False
+            if not is_whole:
+                raise MetaphraseError(
+                    f"{path} must be a whole file of named tensors alone: other content could run code."
+                )
+            tensors |= named
         self.load = tensors.__getitem__
         self.kinds = {
             name: Kind(STORED_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))

@@ -193,6 +193,7 @@ def test_every_subcommand_names_the_broken_field_before_it_reads_weights(subcomm
     [
         ("config.json", "model_type", {}),
         ("config.json", "dropout", {}),
+        ("config.json", "encoder_layers", 20_000),
         ("generation_config.json", "num_beams", 1.5),
         ("generation_config.json", "temperature", float("nan")),
         ("generation_config.json", "top_p", {"a": 1}),
