@@ -243,7 +243,7 @@ def choose_from_tokens(
     is_largest = tokens.target <= size.max_target_tokens
     reason = "no larger network learns more from" if is_largest else "the time allows no larger network for"
     rate = dropout(reached * budget / tokens.both, recipe.subword_sampling is not None)
-    if "recombination" in recipe.augmentation:
+    if "recombination" in recipe.augmentation and not recipe.r_drop_alpha:
         # No two epochs have the same pairs, and a long target has many places for an error.
         rate = 0.0
     recipe = with_network(recipe, f"{reason} {tokens.target:,} target tokens", size, dropout=rate)

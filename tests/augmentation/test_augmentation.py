@@ -132,6 +132,18 @@ def test_rare_words_come_at_their_rate_on_both_sides_but_not_in_prefixes_and_spe
     assert augmenter.change_texts(*unchanged, generator) == unchanged
 
 
+def test_long_pairs_get_several_rare_words(tokenizers):
+    translations = {"dog": "Hund", "cat": "Katze", "runs": "läuft", "sleeps": "schläft"}
+    rare, generator = RareWords(translations, {"dog": {"cat": 1}, "runs": {"sleeps": 1}}), random.Random(1)
+    augmenter = Augmenter(tokenizers, 0, LIMITS, rates={"rare_words": 1.0}, combinations=(rare, None))
+    short, long = (
+        {augmenter.change_texts(f"dog runs{end}", f"Hund läuft{end}", generator) for _ in range(50)}
+        for end in ("", " ." * 10)
+    )
+    assert short == {("cat runs", "Katze läuft"), ("dog sleeps", "Hund schläft")}
+    assert ("cat sleeps" + " ." * 10, "Katze schläft" + " ." * 10) in long
+
+
 def test_terms_stand_behind_the_words_that_they_translate(tokenizers):
     terms = {"dog": ["hund", "rüde"], "cat": ["katze"], "said": ["sagte"]}
     source, target = "<2de> The Dog, the cat and the bird", "Der Hund, die Katze und der Vogel"

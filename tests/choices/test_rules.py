@@ -295,6 +295,13 @@ def test_numbers_of_places_need_absolute_positions():
     assert choose_augmentation(given, lambda: (rare_words, recombination)).model == given.model
 
 
+def test_recombined_pairs_need_no_dropout_but_r_drop_does():
+    recipe, again = (
+        chosen_from_tokens(augmentation={"recombination": 0.3}, r_drop_alpha=alpha)[0] for alpha in (0.0, 5.0)
+    )
+    assert recipe.model["dropout"] == 0 < again.model["dropout"]
+
+
 def test_the_best_weights_and_the_beams_are_chosen_on_validation_pairs():
     recipe = chosen_from_tokens(num_validation=50, metrics=["exact_match", "wer"])[0]
     assert recipe.metric_for_best_model == "wer" and recipe.average_best == 3 and recipe.save_total_limit == 4

@@ -139,6 +139,8 @@ def test_r_drop_acts_from_its_first_step_on(data, tmp_path):
     losses = {name: [entry["loss"] for entry in read_log(tmp_path / name, "loss")] for name in starts}
     assert losses["late"][0] == losses["never"][0] != losses["always"][0]
     assert losses["late"][1] != losses["never"][1]
+    with pytest.raises(ValueError, match="`r_drop_alpha` must come with a model whose dropout"):
+        train(data, tmp_path / "refused", **{"r_drop_alpha": 3, "model.dropout": 0})
 
 
 def test_a_run_holds_no_token_of_the_hub_and_no_file_that_could_run_code(data, tmp_path):
