@@ -111,31 +111,36 @@ def test_each_weight_is_stored_once(exported):
             assert not copies, path.name
 
 
-def refuse(generator, folder, message, **options):
-    source = save_generator(generator, folder / "model")
-    with pytest.raises(ValueError, match=message):
-        export_web(source, folder / "exported", **options)
-    assert [path.name for path in folder.iterdir()] == ["model"]
-
-
-def test_generation_options_that_the_page_lacks_are_refused(tmp_path):
+def with_sampling():
     generator = tiny_generator(layers=1)
     generator.model.generation_config.update(do_sample=True, top_p=0.9)
-    refuse(generator, tmp_path, "web cannot express the generation option `do_sample`; the generation option `top_p`")
+    return generator
 
 
-def test_tokenizers_with_languages_are_refused(tmp_path):
-    generator = tiny_generator(layers=1)
+def with_languages():
     tokenizer = nllb_tokenizer(["eng_Latn", "deu_Latn"])
-    languages = Generator(generator.model, TokenizerPair(tokenizer, tokenizer))
-    refuse(languages, tmp_path, "web cannot express the languages of a Nllb")
+    return Generator(tiny_generator(layers=1).model, TokenizerPair(tokenizer, tokenizer))
 
 
-def test_a_tokenizer_that_does_not_end_texts_is_refused(tmp_path):
+def without_ends():
     tokenizer = train_tokenizer(["a b"], kind="char", show_progress=False)
     tokenizer.backend_tokenizer.post_processor = None
-    generator = Generator(tiny_generator(layers=1).model, TokenizerPair(tokenizer, tokenizer))
-    refuse(generator, tmp_path, "whose tokenizer.json does not end a text with </s>")
+    return Generator(tiny_generator(layers=1).model, TokenizerPair(tokenizer, tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (with_sampling, "web cannot express the generation option `do_sample`; the generation option `top_p`"),
+        (with_languages, "web cannot express the languages of a Nllb"),
+        (without_ends, "whose tokenizer.json does not end a text with </s>"),
+    ],
+)
+def test_models_that_the_page_cannot_express_are_refused(make, message, tmp_path):
+    source = save_generator(make(), tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        export_web(source, tmp_path / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_library_without_its_files_is_refused(tmp_path):
