@@ -39,10 +39,9 @@ PLACES: dict[str, str] = {
     "vocabulary_map": "metaphrase.conversion.vocabulary_map:load_vocabulary_map",
     # The mean of checkpoints as the finished weights.
     "average": "metaphrase.techniques.averaging:average_run",
-    # Corpora of several parts, and the check of a recipe's stages.
+    # The corpus of several tasks, and a run of several trainings.
     "tasks": "metaphrase.techniques.mixtures:TaskCorpus",
-    "stages": "metaphrase.techniques.mixtures:StagedCorpus",
-    "parse_stages": "metaphrase.techniques.mixtures:parse_stages",
+    "stages": "metaphrase.techniques.stages:run_stages",
     # Parts of a model that are not trained, for a while or at all, and an adapter that is trained in their place.
     "freeze": "metaphrase.techniques.partial_training:freeze",
     "frozen_start": "metaphrase.techniques.partial_training:FrozenStart",

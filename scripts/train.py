@@ -7,34 +7,28 @@ if __name__ == "__main__" and not __package__:  # Run as a file: its folder must
 
 import argparse
 import contextlib
-import json
+import functools
 import logging
 import re
 import shlex
 import shutil
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import datasets
 import psutil
 from transformers import TrainerCallback
-from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
-from metaphrase.data.pairs import READERS, data_seed
+from metaphrase.data.pairs import READERS
 from metaphrase.errors import MetaphraseError
-from metaphrase.evaluation.metrics import write_metrics
 from metaphrase.hub_card import renew_model_card
 from metaphrase.hub_card.card import with_interval
-from metaphrase.inference import Generator
 from metaphrase.inference.progress import has_bar
 from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.scripts.__main__ import run
-from metaphrase.storage.folders import ENSEMBLE_NAME
-from metaphrase.training.callbacks import parse_seconds
-from metaphrase.training.checkpoints import holds_run, last_whole_checkpoint, with_fields_of_run
+from metaphrase.training.checkpoints import STAGES_NAME, holds_run, last_whole_checkpoint, with_fields_of_run
 from metaphrase.training.distributed import leave_processes
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import Recipe, choose_plainly, describe_fields, load_recipe
@@ -132,11 +126,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise MetaphraseError("Give a file: metaphrase train pairs.tsv. See metaphrase train --help for other data.")
     recipe = read_recipe(arguments)
     arguments.output_dir = recipe.output_dir
-    started = psutil.Process().create_time()
-    if arguments.num_seeds == 1:
-        train(recipe, arguments.dry_run, started)
-    else:
-        train_ensemble(recipe, arguments.num_seeds, arguments.dry_run, started)
+    train(recipe, arguments.dry_run, psutil.Process().create_time())
     leave_processes()
 
 
@@ -164,6 +154,29 @@ def train(
     if recipe.output_dir is None:
         recipe = recipe.replace(output_dir="runs/train")
     folder = Path(recipe.output_dir)
+    if recipe.resume_from_checkpoint is True and holds_run(folder / STAGES_NAME):
+        recipe = with_fields_of_run(recipe, folder / STAGES_NAME)
+    train_one = functools.partial(_train_model, callbacks=callbacks)
+    has_stages = recipe.stages or recipe.num_seeds > 1 or recipe.monolingual_target is not None
+    run_stages = needed_plugin("stages", "stages") if has_stages else None
+    experiment, result = (
+        run_stages(recipe, train_one, is_dry_run, started) if run_stages else train_one(recipe, is_dry_run, started)
+    )
+    if experiment.arguments.process_index == 0 and not is_dry_run:
+        log_scores(result)
+        is_ensemble = recipe.num_seeds > 1
+        kind, steps = "ensemble" if is_ensemble else "model", next_steps(folder, recipe.objective, is_ensemble)
+        logger.info("The %s lies in %s\n%s", kind, folder, steps)
+    if experiment.interrupt.has_ended:
+        # A script must not go on as if the training had reached its end.
+        raise KeyboardInterrupt("The model of this update is saved; --resume goes on from there.")
+    return experiment, result
+
+
+def _train_model(
+    recipe: Recipe, is_dry_run: bool, started: float | None, callbacks: Sequence[TrainerCallback] = ()
+) -> tuple[Experiment, dict]:
+    folder = Path(recipe.output_dir)
     if recipe.resume_from_checkpoint is True and not holds_run(folder):
         # Open fields are chosen as for any new run.
         logger.info("%s holds nothing to resume from: the run starts from the beginning.", folder)
@@ -188,48 +201,8 @@ def train(
     with naming_checkpoint(experiment.folder):
         result = experiment.train(callbacks)
     if is_main_process:
-        log_scores(result)
         renew_model_card(experiment.folder)
-        logger.info("The model lies in %s\n%s", experiment.folder, next_steps(experiment.folder, recipe.objective))
-    if experiment.interrupt.has_ended:
-        # A script must not go on as if the training had reached its end.
-        raise KeyboardInterrupt("The model of this update is saved; --resume goes on from there.")
     return experiment, result
-
-
-def train_ensemble(recipe: Recipe, num_seeds: int, is_dry_run: bool, started: float) -> None:
-    """Train models that differ in the seed alone, and score their ensemble.
-
-    `output_dir` gets a folder for each seed, with a complete run, and `ensemble.json`, which names them. The first run makes
-    the choices for all. All have the splits of the first one. Each has an equal share of `time_budget`.
-    """
-    if num_seeds < 1 or recipe.objective != "pairs":
-        raise MetaphraseError(f"`num_seeds` must be at least 1, and 1 with an `objective`, got {num_seeds}.")
-    folder, scores = Path(recipe.output_dir), {}
-    if holds_run(folder) or (folder / CONFIG_NAME).is_file():
-        # Its scores would be replaced.
-        raise MetaphraseError(f"`output_dir` must not hold a single run with `num_seeds`, got {folder}. Pass another.")
-    fields = {"data_seed": data_seed(recipe), "resume_from_checkpoint": recipe.resume_from_checkpoint}
-    if recipe.time_budget is not None:
-        fields["time_budget"] = f"{parse_seconds(recipe.time_budget) / num_seeds:.0f}s"
-    for number, seed in enumerate(range(recipe.seed, recipe.seed + num_seeds), start=1):
-        name = f"seed_{seed}"
-        logger.info("Model %d of %d: %s", number, num_seeds, folder / name)
-        member = recipe.replace(output_dir=str(folder / name), seed=seed, **fields)
-        experiment, result = train(member, is_dry_run, started)
-        if is_dry_run:
-            return
-        recipe, started, scores[name] = experiment.recipe, time.time(), result.get("scores")
-    if experiment.arguments.process_index != 0:
-        return
-    (folder / ENSEMBLE_NAME).write_text(json.dumps({"models": list(scores)}) + "\n", encoding="utf-8")
-    sizes = {"batch_size": experiment.arguments.per_device_eval_batch_size}
-    ensemble = Generator.from_pretrained(folder, max_source_length=experiment.corpus.longest[0], **sizes)
-    result = experiment.evaluate(ensemble, folder)
-    if result:
-        write_metrics(folder, result | {"models": scores})
-        log_scores(result)
-    logger.info("The ensemble lies in %s\n%s", folder, next_steps(folder, is_ensemble=True))
 
 
 def log_scores(result: dict) -> None:

@@ -58,7 +58,7 @@ _LONG_RUN = 24
 def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = None) -> tuple[Experiment, list[str]]:
     """Read the pairs, choose open fields from the texts, encode them, and choose the others from tokens and speed.
 
-    Fields that are given stay. Many pairs become a stream, and a sample of them decides. Tasks, stages and plain texts are not
+    Fields that are given stay. Many pairs become a stream, and a sample of them decides. Tasks and plain texts are not
     read beforehand, so the network alone decides. A resumed run keeps what it has.
 
     `started` is the beginning of `time_budget`, in seconds of `time.time()`; None for now.
@@ -72,31 +72,11 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     started, before, data = time.time() if started is None else started, recipe, None
     if recipe.resume_from_checkpoint:
         return Experiment(recipe, is_dry_run, started), []
-    if recipe.tasks or recipe.stages or recipe.objective != "pairs":
+    if recipe.tasks or recipe.objective != "pairs":
         recipe = choose_plainly(recipe)
     else:
-        if recipe.is_open(*BATCH_SIZES):
-            check_beside_budget(recipe, None)
-        recipe = choose_columns(choose_dataset(recipe))
-        # Checks what can be checked before any work.
-        opened = Experiment(_before_evaluation(recipe), is_dry_run, started)
-        # The first process chooses for all. On each machine, one process reads, and the others take its caches.
-        with opened.arguments.main_process_first(desc="reading the corpus"):
-            opened.corpus.read(_MOST_READ if _may_stream(recipe) else math.inf)
-        if opened.corpus.stream is not None:
-            sizes = opened.corpus.num_pairs, len(opened.corpus.splits["train"])
-            reason = "the files hold about {:,} pairs, of which a sample of {:,} decides".format(*sizes)
-            recipe = recipe.choose(reason, streaming=True)
-            # A rare bad line would end the run when it is read, hours later. The sample was read by the stricter rule.
-            recipe = recipe.choose("a bad line is read late, and is counted", malformed="skip", invalid_utf8="skip")
-            if torch.accelerator.is_available():
-                cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-                workers = max(1, min(_MOST_ENCODERS, cores - 1))
-                recipe = recipe.choose("pairs are encoded beside training", dataloader_num_workers=workers)
-        recipe = _from_first_process(recipe, lambda: _choose_from_files(recipe, opened.corpus))
-        corpus = opened.corpus.with_recipe(recipe)
-        with opened.arguments.main_process_first(desc="splitting the corpus"):
-            load(corpus)
+        opened, corpus = read_corpus(recipe, is_dry_run, started)
+        recipe = corpus.recipe
         if (learn_combinations := plugin("combinations")) is not None:
             augment = functools.partial(rules.choose_augmentation, recipe, lambda: learn_combinations(corpus))
             recipe = _from_first_process(recipe, augment)
@@ -112,6 +92,39 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
             corpus.reports = dict(data.corpus.reports)
             data = Data(corpus, tokenizers, data.encoded | {"train": corpus.stream_batches(tokenizers)})
     return Experiment(recipe, is_dry_run, started, data), rules.describe_choices(before, recipe)
+
+
+def read_corpus(
+    recipe: Recipe, is_dry_run: bool = False, started: float | None = None
+) -> tuple[Experiment, PairCorpus]:
+    """Read the pairs of a recipe, choose from their texts, and hold validation pairs out. Many pairs become a stream.
+
+    Returns:
+        An experiment that has checked the recipe, and the corpus, whose recipe has the choices.
+    """
+    if recipe.is_open(*BATCH_SIZES):
+        check_beside_budget(recipe, None)
+    recipe = choose_columns(choose_dataset(recipe))
+    # Checks what can be checked before any work.
+    opened = Experiment(_before_evaluation(recipe), is_dry_run, started)
+    # The first process chooses for all. On each machine, one process reads, and the others take its caches.
+    with opened.arguments.main_process_first(desc="reading the corpus"):
+        opened.corpus.read(_MOST_READ if _may_stream(recipe) else math.inf)
+    if opened.corpus.stream is not None:
+        sizes = opened.corpus.num_pairs, len(opened.corpus.splits["train"])
+        reason = "the files hold about {:,} pairs, of which a sample of {:,} decides".format(*sizes)
+        recipe = recipe.choose(reason, streaming=True)
+        # A rare bad line would end the run when it is read, hours later. The sample was read by the stricter rule.
+        recipe = recipe.choose("a bad line is read late, and is counted", malformed="skip", invalid_utf8="skip")
+        if torch.accelerator.is_available():
+            cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            workers = max(1, min(_MOST_ENCODERS, cores - 1))
+            recipe = recipe.choose("pairs are encoded beside training", dataloader_num_workers=workers)
+    recipe = _from_first_process(recipe, lambda: _choose_from_files(recipe, opened.corpus))
+    corpus = opened.corpus.with_recipe(recipe)
+    with opened.arguments.main_process_first(desc="splitting the corpus"):
+        load(corpus)
+    return opened, corpus
 
 
 def _from_first_process(recipe: Recipe, choose: Callable[[], Recipe]) -> Recipe:

@@ -17,7 +17,6 @@ from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
 from metaphrase.evaluation.evaluate import spread
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
-from metaphrase.techniques.mixtures import StagedPairs
 from metaphrase.training.distributed import from_first_process, is_adapted
 from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
@@ -124,16 +123,14 @@ def plan_batches(
     max_tokens_per_batch: int | None,
     devices: int,
     length_multiple: int = 1,
-    staged: StagedPairs | None = None,
 ) -> list[list[int]]:
-    """Return the batches of the first epoch, of all devices, as the trainer will form them. All stages are one epoch.
+    """Return the batches of the first epoch, of all devices, as the trainer will form them.
 
-    Widths are rounded up to `length_multiple`. `staged` are the training pairs, if they have stages.
+    Widths are rounded up to `length_multiple`.
     """
     seed = data_seed(arguments)
     if max_tokens_per_batch is not None:
-        make_sampler = TokenBudgetSampler if staged is None else staged.sampler
-        sampler = make_sampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
+        sampler = TokenBudgetSampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
         # Indices beyond the end repeat a pair to fill up a batch.
         return [[index % len(lengths) for index in batch] for batch in sampler.epoch_batches(0)]
     rows = arguments.per_device_train_batch_size
@@ -157,7 +154,6 @@ def estimate_run(
     devices: int | None = None,
     on_accelerator: bool | None = None,
     tokens_per_second: float | None = None,
-    staged: StagedPairs | None = None,
     scale: float = 1.0,
 ) -> RunEstimate:
     """Estimate a run from its model, which may be on the meta device, its arguments and the lengths of its pairs.
@@ -170,7 +166,6 @@ def estimate_run(
         devices: Number of devices to plan for; those of this run by default.
         on_accelerator: True to plan for an accelerator; by default, the device of the run decides.
         tokens_per_second: Rate of one device, padding counted, stated or measured.
-        staged: The training pairs, if they have stages.
         scale: Number of training pairs for each pair of `lengths`, which are those of a sample.
 
     Raises:
@@ -180,11 +175,10 @@ def estimate_run(
     sharding = memory.Sharding.of(arguments, devices)
     is_packed = max_tokens_per_batch is not None and getattr(model, "supports_packing", False)
     multiple = 1 if is_packed else pad_to_multiple_of
-    batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple, staged)
+    batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple)
     padded = -(-lengths // multiple) * multiple
     shapes = [memory.BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
-    read = lengths if staged is None else lengths[np.concatenate(batches)]
-    source_tokens, target_tokens = (round(scale * count) for count in read.sum(axis=0).tolist())
+    source_tokens, target_tokens = (round(scale * count) for count in lengths.sum(axis=0).tolist())
     computed = scale * sum(shape.source_tokens + shape.target_tokens for shape in shapes)
     batches_per_epoch = round(scale * len(batches))
     steps_per_epoch = math.ceil(math.ceil(batches_per_epoch / sharding.devices) / arguments.gradient_accumulation_steps)
@@ -244,7 +238,7 @@ def estimate_run(
         activations=estimates[largest],
         peak=state.peak(estimates[largest]),
         other_peak=state.peak(other),
-        pairs=round(scale * len(read)),
+        pairs=round(scale * len(lengths)),
         source_tokens=source_tokens,
         target_tokens=target_tokens,
         padding_share=max(0.0, 1 - (source_tokens + target_tokens) / computed),
@@ -299,7 +293,6 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
         r_drop_start_step=recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None,
         devices=devices,
         tokens_per_second=rate,
-        staged=train if isinstance(train, StagedPairs) else None,
         scale=data.corpus.scale,
     )
     if (objective := getattr(train, "objective", None)) is not None and not objective.lengths_are_exact:

@@ -68,8 +68,9 @@ class Tuning:
             started: Beginning of the time budget, in seconds of `time.time()`.
         """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        if recipe.streaming or recipe.tasks or recipe.stages or recipe.objective != "pairs":
-            raise MetaphraseError("`streaming`, `tasks`, `stages` and `objective` must be left out of a search.")
+        refused = ("streaming", "tasks", "stages", "monolingual_target", "num_seeds", "objective")
+        if any(getattr(recipe, name) != Recipe.model_fields[name].default for name in refused):
+            raise MetaphraseError(f"A search must leave out {', '.join(f'`{name}`' for name in refused)}.")
         self.folder, self.started = Path(recipe.output_dir), started
         self.max_trials = math.inf if max_trials is None else max_trials
         # The table is written at the end.

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_METRIC = "eval_bleu"
 RECIPE_NAME = "recipe.yaml"
+# Folder of the stages of a run, below its output directory.
+STAGES_NAME = "stages"
 # Names the averaged checkpoints. A folder with this file may be overwritten.
 PROVENANCE_NAME = "average.json"
 # `MetaphraseTrainer` adds this file to those of transformers. Its `files` holds the size of each file.
@@ -287,14 +289,14 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
     """
     resume = recipe.resume_from_checkpoint
     if not resume:
-        _refuse_content(recipe, folder)
+        refuse_content(recipe, folder)
         return None
     if resume is not True:
         check_whole(resume, folder)
         run = Path(resume).resolve().parent
         if run != folder.resolve():
-            _refuse_content(recipe, folder)
-        _check_same_run(recipe, run)
+            refuse_content(recipe, folder)
+        check_same_run(recipe, run)
         return resume
     checkpoint = last_whole_checkpoint(folder)
     if checkpoint is None:
@@ -302,13 +304,13 @@ def checkpoint_to_resume(recipe: Recipe, folder: Path) -> str | None:
         for damaged in checkpoints_in(folder)[-1:]:
             check_whole(damaged)
         if not all((folder / name).is_file() for name in (RECIPE_NAME, DATA_REPORT_NAME)):
-            _refuse_content(recipe, folder)
+            refuse_content(recipe, folder)
         logger.warning("%s holds no whole checkpoint to resume from: the run starts from the beginning.", folder)
-    _check_same_run(recipe, folder)
+    check_same_run(recipe, folder)
     return checkpoint
 
 
-def _refuse_content(recipe: Recipe, folder: Path) -> None:
+def refuse_content(recipe: Recipe, folder: Path) -> None:
     """Refuse a folder with a model, with checkpoints, or with files that the run would replace and no run has written."""
     names = [path.name for path in checkpoints_in(folder)[-1:]]
     # A run that was stopped before its first checkpoint has left a report of its data.
@@ -322,7 +324,8 @@ def _refuse_content(recipe: Recipe, folder: Path) -> None:
             )
 
 
-def _check_same_run(recipe: Recipe, folder: Path) -> None:
+def check_same_run(recipe: Recipe, folder: Path) -> None:
+    """Refuse a recipe that differs from that of the run in a folder in a field which a resumed run may not change."""
     path = folder / RECIPE_NAME
     if not path.is_file():
         return

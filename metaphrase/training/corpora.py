@@ -235,9 +235,8 @@ def open_corpus(
     recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: tuple[int | None, int | None]
 ) -> PairCorpus:
     """Return the corpus of a recipe (see `PairCorpus`)."""
-    if recipe.tasks or recipe.stages:
-        name = "tasks" if recipe.tasks else "stages"
-        kind = needed_plugin(name, name)
+    if recipe.tasks:
+        kind = needed_plugin("tasks", "tasks")
     elif recipe.objective != "pairs":
         kind = needed_plugin("objective", "objective")
     else:

@@ -328,14 +328,10 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             lengths = np.stack([np.asarray(dataset[name][:]) for name in LENGTH_COLUMNS], axis=1)
             # Evaluation leaves no pair out: the budget grows to the longest.
             budget = max(self.max_tokens_per_batch, 0 if is_training else lengths.sum(axis=1).max().item())
-            # Pairs that are read by stages have an order of their own.
-            is_staged = is_training and hasattr(dataset, "sampler")
-            make_sampler = dataset.sampler if is_staged else TokenBudgetSampler
             processes = (arguments.world_size, arguments.process_index)
-            options = (lengths, budget, data_seed(arguments), *processes)
-            sampler = make_sampler(*options, length_multiple=multiple)
+            sampler = TokenBudgetSampler(lengths, budget, data_seed(arguments), *processes, length_multiple=multiple)
             batching = {"batch_sampler": sampler}
-            if not is_staged and sampler.num_fillers:
+            if sampler.num_fillers:
                 total = len(sampler) * sampler.num_processes
                 text = "%d of %d batches hold a repeated pair alone, which does not count, as each process has equally many."
                 logger.info(text, sampler.num_fillers, total)

@@ -183,7 +183,6 @@ def train(parser: argparse.ArgumentParser) -> None:
     add("--help_fields", action="store_true", help="list all fields of a recipe and exit")
     add("--resume", action="store_true", help="resume from the last checkpoint in output_dir, if there is one")
     add("--dry_run", action="store_true", help="print what the run needs, and do not train")
-    add("--num_seeds", type=int, default=1, help="models to train with a seed each, for an ensemble")
 
 
 def evaluate(parser: argparse.ArgumentParser) -> None:

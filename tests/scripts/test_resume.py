@@ -121,15 +121,12 @@ def test_two_processes_killed_in_the_second_epoch(server, whole_run, tmp_path):
 
 
 def write_recipe(tmp_path):
-    """Write 15 and 4 pairs, which change in each epoch, and return the options of an experiment of ten steps in two stages."""
+    """Write 15 and 4 pairs, which change in each epoch, and return the options of an experiment of ten steps."""
     texts = [f"{noun} {verb}" for noun in ("dog", "cat", "bird", "fish", "cow") for verb in ("runs", "sees", "eats")]
     for name, pairs in (("noisy", texts), ("clean", texts[::4]), ("test", texts[::5])):
         lines = "".join(f"the {text}\t{text[::-1]}\n" for text in pairs)
         (tmp_path / f"{name}.tsv").write_text(lines, encoding="utf-8")
-    fields = {"data_dir": tmp_path, "datasets": "{noisy: noisy.tsv, clean: clean.tsv}", "preset": "metaphrase-tiny"}
-    fields["stages"] = (
-        "{start: {shares: {noisy: 3, clean: 1}, until: {noisy: 2}}, end: {shares: {clean: 1}, until: {clean: 3}}}"
-    )
+    fields = {"data_dir": tmp_path, "train_file": "noisy.tsv", "max_steps": 10, "preset": "metaphrase-tiny"}
     fields |= {"validation_file": "clean.tsv", "test_file": "test.tsv", "tokenizer_kind": "bpe", "vocab_size": 60}
     fields |= {"subword_sampling": 0.4, "augmentation.typos": 0.3, "augmentation.terms": 0.3, "use_cpu": "true"}
     fields |= {f"model.{name}": value for name, value in SMALL.items()} | {"model.dropout": 0.1, "model.hidden_size": 8}
@@ -155,7 +152,7 @@ def test_a_stream_goes_on_at_its_place(server, tmp_path, processes, workers):
     # Each reader has blocks of its own.
     lines = "".join(f"dog {number:05}\t{number:05} god {'of many ' * 4}\n" for number in range(40_000))
     (tmp_path / "many.tsv").write_text(lines, encoding="utf-8")
-    fields = {"datasets": "{}", "stages": "{}", "validation_file": "null", "test_file": "null", "num_validation": 9}
+    fields = {"validation_file": "null", "test_file": "null", "num_validation": 9}
     fields |= {
         "train_file": "many.tsv",
         "streaming": "true",

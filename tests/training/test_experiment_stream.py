@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import torch
-from small_experiments import ONE_STEP, make_recipe, read_log, train, weights
+from small_experiments import ONE_STEP, make_recipe, train, weights
 from tiny_generator import save_generator, tiny_generator
 from transformers import AutoConfig
 
@@ -113,43 +113,10 @@ def test_an_existing_tokenizer_gets_the_tokens_of_an_objective(data, tmp_path):
     assert len(TokenizerPair.from_pretrained(tmp_path / "again").source) == len(after)
 
 
-STAGES = {"train_file": None, "max_steps": None, "per_device_train_batch_size": None, "max_tokens_per_batch": 300}
-STAGES |= {
-    "datasets": "{clean: train.tsv, noisy: {train_source_file: validation.en, train_target_file: validation.de, "
-    "source_prefix: 'noisy: '}}",
-    "stages": "{start: {shares: {clean: 1, noisy: 1}, until: {noisy: 3}}, end: {shares: {clean: 1}, until: {clean: 1}}}",
-}
-
-
 def prepared(data, folder, **fields):
     experiment = Experiment(make_recipe(data, folder, **fields))
     data = experiment.prepare()
     return data.corpus, data.encoded, data.tokenizers
-
-
-def test_a_run_has_the_steps_of_its_dry_run(data, tmp_path):
-    recipe = make_recipe(data, tmp_path / "run", **STAGES, subword_sampling=0.1)
-    needs = dry_run(Experiment(recipe))
-    result = Experiment(recipe).train()
-    report = json.loads((tmp_path / "run" / "data_report.json").read_text(encoding="utf-8"))
-    sizes = {name: report[f"{name}/train"]["kept"] for name in ("clean", "noisy")}
-    assert needs.pairs == 6 * sizes["noisy"] + sizes["clean"]
-    assert result["data"]["num_train"] == sum(sizes.values())
-    assert read_log(tmp_path / "run", "train_loss")[-1]["step"] == needs.steps > 6
-    assert read_log(tmp_path / "run", "train_loss")[-1]["epoch"] == 1
-    saved = (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8")
-    assert "num_train_epochs" not in saved and "train_file: train.tsv" in saved and str(data) not in saved
-
-
-def test_each_data_set_has_fields_of_its_own(data, tmp_path):
-    corpus, encoded, tokenizers = prepared(data, tmp_path / "run", **STAGES)
-    train = encoded["train"]
-    texts = tokenizers.decode_targets([train[row]["input_ids"] for row in range(len(train))])
-    num_clean = corpus.reports["clean/train"].kept
-    assert [text.startswith("noisy: ") for text in texts] == [row >= num_clean for row in range(len(train))]
-    (data / "train.tsv").write_text("broken\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="Data set 'clean': "):
-        prepared(data, tmp_path / "run", **STAGES)
 
 
 def streamed(train):
@@ -210,16 +177,3 @@ def test_a_fine_tuned_model_gets_the_marks_of_terms(data, run_of_one_step, tmp_p
     assert set(TERM_TOKENS) <= set(tokenizers.source.get_vocab())
     sizes = [AutoConfig.from_pretrained(folder).vocab_size for folder in (run_of_one_step, tmp_path / "run")]
     assert sizes[1] == sizes[0] + len(TERM_TOKENS)
-
-
-def test_a_run_resumes_with_its_own_stages(data, tmp_path):
-    fields = STAGES | ONE_STEP
-    (tmp_path / "run").mkdir()
-    make_recipe(data, tmp_path / "run", **fields).save(tmp_path / "run" / "recipe.yaml")
-    (tmp_path / "run" / "data_report.json").write_text("{}", encoding="utf-8")
-    changed = {"stages.start.shares.noisy": 2, "subword_sampling": 0.2, "datasets.clean": "validation.tsv"}
-    for name, value in changed.items():
-        recipe = make_recipe(data, tmp_path / "run", **fields | {name: value}, resume_from_checkpoint="true")
-        with pytest.raises(ValueError, match=f"`{name}.* must stay as it was when a run is resumed"):
-            Experiment(recipe)
-    make_recipe(data.rename(tmp_path / "moved"), tmp_path / "run", **fields, resume_from_checkpoint="true")

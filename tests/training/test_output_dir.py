@@ -103,11 +103,10 @@ def test_a_resumed_run_keeps_what_its_checkpoint_has_settled(changed, said, data
 
 
 def test_a_field_that_contradicts_the_run_is_refused(tmp_path):
-    stages = {"only": {"shares": {"a": 1}, "until": {"a": 1}}}
-    run = {"datasets": {"a": "a.tsv"}, "stages": stages, "max_tokens_per_batch": 99, "average_best": 3}
+    run = {"num_seeds": 2, "average_best": 3, "train_file": "a.tsv"}
     (tmp_path / "recipe.yaml").write_text(json.dumps(run), encoding="utf-8")
-    resumed = {"resume_from_checkpoint": True, "num_train_epochs": 3.0}
-    with pytest.raises(ValueError, match="`stages` and `num_train_epochs` must not both be given"):
+    resumed = {"resume_from_checkpoint": True, "objective": "ul2"}
+    with pytest.raises(ValueError, match="`objective` and `train_file` must not both be given"):
         with_fields_of_run(Recipe.from_mapping(resumed, "the test"), tmp_path)
     # Another average takes the place of that of the run.
     resumed = {"resume_from_checkpoint": True, "average_last": 2}

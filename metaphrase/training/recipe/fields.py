@@ -23,7 +23,6 @@ from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.plugins import needed_plugin
 from metaphrase.storage.generation_options import GENERATION_OPTIONS
 from metaphrase.storage.hints import did_you_mean
 from metaphrase.tokenization import TOKENIZER_KINDS
@@ -35,10 +34,6 @@ logger = logging.getLogger(__name__)
 # One text may hold several names.
 Names = Annotated[
     list[str], BeforeValidator(lambda value: re.findall(r"[^,\s]+", value) if isinstance(value, str) else value)
-]
-# A data set may be a file of pairs.
-_DataSet = Annotated[
-    dict[str, Any], BeforeValidator(lambda part: {"train_file": part} if isinstance(part, str) else part)
 ]
 _Column = Annotated[int | str | list[int] | None, Field(union_mode="left_to_right")]
 _Share = Annotated[float, Field(gt=0, le=1, strict=True)]
@@ -118,10 +113,14 @@ class OwnFields(BaseModel):
     mixing_temperature: float = _tasks("Degree of the root.", 2.0, "tasks", ge=1)
     mixing_limit: int | None = _tasks("Maximum number of pairs that a task counts with.", None, "tasks", ge=1)
 
-    datasets: dict[str, _DataSet] = _stages(
-        "Named data sets for `stages`: a file of pairs, or fields such as `train_file`.", {}
+    monolingual_target: str | None = _stages(
+        "Text in the target language, one sentence per line, may be gzipped (.gz). A reverse model writes its sources."
     )
-    stages: dict[str, dict] = _stages("Stages in order: `shares` of data sets, `until` one was read so often.", {})
+    num_seeds: int = _stages("Models to train with a seed each, for an ensemble.", 1, ge=1)
+    stages: dict[str, dict] = _stages(
+        "Trainings in order: for each name fields of its own, `share` of the time, `start` from the weights of another.",
+        {},
+    )
 
     tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer. Without it, a new one is trained.")
     target_tokenizer_name_or_path: str | None = _tokenizer("Existing tokenizer for the targets.")
@@ -277,14 +276,11 @@ LEFT_OUT = {
 # Fields that must come together.
 _NEEDS = {f"{split}_source_file": f"{split}_target_file" for split in SPLITS}
 _NEEDS |= {target: source for source, target in _NEEDS.items()}
-_NEEDS |= {"datasets": "stages", "stages": "datasets"}
 _NEEDS |= {"target_tokenizer_name_or_path": "tokenizer_name_or_path", "lora_rank": "model_name_or_path"}
 _FILES = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file"))
 _PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_test")
 _OF_EACH_TASK: tuple[str, ...] = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
 _OF_EACH_TASK += tuple(f"max_{split}_samples" for split in SPLITS)
-_OF_DATASETS: tuple[str, ...] = ("train_file", "train_source_file", "dataset_name", "streaming", "num_validation")
-_OF_DATASETS += ("num_test", "objective", "tasks", "max_train_samples")
 _OF_TWO_VOCABULARIES = ("target_tokenizer_kind", "target_vocab_size")
 _OF_NEW_TOKENIZER: tuple[str, ...] = ("tokenizer_kind", "vocab_size", "joint_vocabulary", *_OF_TWO_VOCABULARIES)
 _OF_NEW_TOKENIZER += ("lowercase", "normalization", "min_frequency", "joiner", "num_sentinels")
@@ -302,14 +298,12 @@ _CONFLICTS = (
     ("objective", (*_PAIR_SOURCES, *_OF_TWO_VOCABULARIES), "it is learned from plain text"),
     ("objective", ("subword_sampling", "augmentation"), "it draws the noise of its pairs"),
     ("tasks", _OF_EACH_TASK, "each task has its own pairs, read as a whole"),
-    ("stages", _OF_DATASETS, "each of `datasets` has its own pairs, read as a whole"),
-    ("stages", ("num_train_epochs",), "the stages say how often pairs are read"),
+    ("monolingual_target", ("tasks", "objective"), "its sources are written by a model of one kind of pairs"),
+    ("num_seeds", ("objective",), "no scores join the models"),
     ("joint_vocabulary", (*_OF_TWO_VOCABULARIES, "target_tokenizer_name_or_path"), "it has one tokenizer"),
     ("tokenizer_name_or_path", _OF_NEW_TOKENIZER, "a tokenizer that exists is as it was trained"),
     ("model_name_or_path", _OF_NEW_TOKENIZER, "the model has a tokenizer as it was trained"),
 )
-# Beginnings of fields of validation and test pairs.
-_SCORED = ("validation", "test", "num_", "dataset_validation", "dataset_test", "max_validation", "max_test")
 # Any of these gives a task validation pairs.
 VALIDATION_FIELDS = ("validation_file", "validation_source_file", "dataset_validation_split", "num_validation")
 
@@ -326,37 +320,27 @@ def check_recipe(recipe: Any) -> None:
     can_join = recipe.objective == "pairs" or recipe.joint_vocabulary is not False
     require(can_join, "joint_vocabulary", "be true with `objective`: both sides are one text")
     has_budget = recipe.max_tokens_per_batch is not None
-    require(has_budget or not recipe.stages, "stages", "come with `max_tokens_per_batch`, such as 4000")
-    for name in (name for name in ("streaming", "stages") if getattr(recipe, name)):
-        for strategy in ("save_strategy", "eval_strategy", "logging_strategy"):
-            rule = f"be steps or no with `{name}`, which has no epochs"
-            require(getattr(recipe, strategy) != "epoch", strategy, rule)
+    for strategy in ("save_strategy", "eval_strategy", "logging_strategy") if recipe.streaming else ():
+        require(getattr(recipe, strategy) != "epoch", strategy, "be steps or no with `streaming`, which has no epochs")
     for name in recipe.augmentation:
         require(name in AUGMENTATIONS, f"augmentation.{name}", f"be one of {', '.join(AUGMENTATIONS)}")
     has_two = recipe.joint_vocabulary is False or recipe.target_tokenizer_kind or recipe.target_vocab_size
     rule = "be left out with two vocabularies. Its marks are tokens of a joint one"
     require("terms" not in recipe.augmentation or not has_two, "augmentation.terms", rule)
-    parts = [
-        (group, part, fields) for group in ("tasks", "datasets") for part, fields in getattr(recipe, group).items()
-    ]
-    for group, part, fields in parts:
+    for task, fields in recipe.tasks.items():
         for name, value in fields.items():
-            path = f"{group}.{part}.{name}"
-            if name == "weight" and group == "tasks":
+            path = f"tasks.{task}.{name}"
+            if name == "weight":
                 is_number = isinstance(value, int | float) and not isinstance(value, bool)
                 require(is_number and 0 < value < float("inf"), path, "be a number above 0")
                 continue
-            is_data = group_of(name, f"`{group}.{part}`") == "data"
+            is_data = group_of(name, f"`tasks.{task}`") == "data"
             require(is_data and name not in ("data_dir", "streaming", "objective"), path, "be a field of data")
-            is_trained = group == "tasks" or not name.startswith(_SCORED)
-            require(is_trained, path, "be a field of training pairs")
     if recipe.subword_sampling is not None:
         for name in ("tokenizer_kind", "target_tokenizer_kind"):
             rule = f"be one of {', '.join(SAMPLED_KINDS)} with `subword_sampling`"
             require(getattr(recipe, name) in (None, *SAMPLED_KINDS), name, rule)
     _check_selection(recipe)
-    if recipe.stages:
-        needed_plugin("parse_stages", "stages")(recipe.stages, list(recipe.datasets))
     if has_budget:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)
     needs = {name: OWN_FIELDS[name].json_schema_extra["effect_with"] for name in OWN_FIELDS if recipe.is_set(name)}

@@ -158,9 +158,7 @@ class Recipe(fields.AllFields):
             MetaphraseError: If there is no `output_dir`, or transformers refuses a value.
         """
         values = {name: copy.deepcopy(getattr(self, name)) for name in self.set_names if name in fields.TRAINING_FIELDS}
-        # Stages are one epoch, with readings of their own.
-        once = {"num_train_epochs": 1} if self.stages else {}
-        arguments = {**fields.TRAINING_DEFAULTS, **once, **values, **overrides}
+        arguments = {**fields.TRAINING_DEFAULTS, **values, **overrides}
         if not arguments.get("output_dir"):
             raise MetaphraseError("`output_dir` must be given, got none. Pass --output_dir FOLDER.")
         if arguments.get("run_name") is None:

@@ -199,8 +199,6 @@ def test_the_rate_falls_where_the_metric_gets_no_better(metric, given, mode):
 
 
 STREAM = {"train_file": "a", "streaming": True, "max_tokens_per_batch": 600}
-STAGES = {"max_tokens_per_batch": 600, "datasets": {"a": {"train_file": "a.tsv"}}}
-STAGES |= {"stages": {"start": {"shares": {"a": 1}, "until": {"a": 2}}}}
 TEXT = {"objective": "ul2", "train_text_file": "a"}
 SAVED = {"validation_file": "a", "save_strategy": "steps", "eval_strategy": "steps"}
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_best_model": "bleu"}
@@ -218,13 +216,8 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"augmentation": {"typo": 0.1}}, ("augmentation.typo",)),
         ({"augmentation": {"typos": 2}}, ("augmentation.typos",)),
         ({"augmentation": {"terms": 0.1}, "joint_vocabulary": False}, ("augmentation.terms",)),
-        ({"datasets": {"a": {}}}, ("datasets", "stages")),
-        (STAGES | {"max_tokens_per_batch": None}, ("stages", "max_tokens_per_batch")),
-        (STAGES | {"train_file": "a.tsv"}, ("stages", "train_file")),
-        (STAGES | {"num_train_epochs": 2.0}, ("stages", "num_train_epochs")),
-        (STAGES | {"eval_strategy": "epoch", "validation_file": "a"}, ("eval_strategy", "stages")),
-        (STAGES | {"datasets": {"a": {"test_file": "a.tsv"}}}, ("datasets.a.test_file",)),
-        (STAGES | {"datasets": {"a": {}, "b": {}}}, ("datasets",)),
+        ({**TEXT, "num_seeds": 2}, ("num_seeds", "objective")),
+        ({"tasks": {"a": {}}, "monolingual_target": "a"}, ("monolingual_target", "tasks")),
         ({"joint_vocabulary": True, "target_vocab_size": 9}, ("joint_vocabulary", "target_vocab_size")),
         ({"target_tokenizer_name_or_path": "x"}, ("target_tokenizer_name_or_path", "tokenizer_name_or_path")),
         ({"model_name_or_path": "x", "preset": "y"}, ("model_name_or_path", "preset")),
