@@ -16,7 +16,14 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling import (
+    MetaphraseConfig,
+    MetaphraseEncoderModel,
+    MetaphraseForConditionalGeneration,
+    MetaphraseForQuestionAnswering,
+    MetaphraseForSequenceClassification,
+    MetaphraseForTokenClassification,
+)
 from metaphrase.storage.folders import (
     EXPORT_NAME,
     check_output,
@@ -30,6 +37,14 @@ from metaphrase.tokenization import TokenizerPair
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 OURS = MetaphraseConfig.model_type
+# Our class by the end of the name of a class, theirs or ours, and the class of all other names.
+OUR_CLASSES: dict[str, type[PreTrainedModel]] = {
+    "ForSequenceClassification": MetaphraseForSequenceClassification,
+    "ForTokenClassification": MetaphraseForTokenClassification,
+    "ForQuestionAnswering": MetaphraseForQuestionAnswering,
+    "EncoderModel": MetaphraseEncoderModel,
+    "": MetaphraseForConditionalGeneration,
+}
 DEFAULT_SHARD_SIZE = "5GB"
 PROVENANCE_NAME = "conversion.json"
 TOKENIZER_FILES = (
@@ -117,9 +132,16 @@ def check_names(needed: Iterable[str], stored: Container[str], allowed: Containe
             raise MetaphraseError(f"Weights {problem}: {listed(names)}.")
 
 
+def kind_of_class(architectures: Sequence[str] | None) -> str:
+    """Return the key of `OUR_CLASSES` for the `architectures` of a configuration."""
+    name, *_ = architectures or [""]
+    return next(ending for ending in OUR_CLASSES if name.endswith(ending))
+
+
 def our_skeleton(folder: Path, weights: WeightFiles) -> PreTrainedModel:
     """Return our model of a folder without memory for its weights, after checking names and shapes of those in the files."""
-    model = skeleton(MetaphraseForConditionalGeneration, MetaphraseConfig.from_pretrained(folder))
+    config = MetaphraseConfig.from_pretrained(folder)
+    model = skeleton(OUR_CLASSES[kind_of_class(config.architectures)], config)
     our_shapes, names = shapes(model), stored_names(model)
     check_names(names, weights.kinds, our_shapes)
     for name in names:

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TEXT_ENCODING_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -18,10 +22,10 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, WEIGHTS_INDE
 
 from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families import FAMILIES, REFUSED
-from metaphrase.conversion.families.family import ENCODER_EMBEDDING, HEAD, Counterpart, Family
+from metaphrase.conversion.families.family import ENCODER_EMBEDDING, HEAD, Counterpart, Family, refuse_obstacles
 from metaphrase.conversion.marian import MARIAN_FILE, find_model_file, read_marian, write_marian
 from metaphrase.errors import MetaphraseError
-from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import read_json, write_json, write_provenance
 from metaphrase.storage.loading import check_model_folder
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed, weight_names, write_weights
@@ -29,8 +33,20 @@ from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 
 logger = logging.getLogger(__name__)
 
-# Pipelines read these fields of every family's configuration.
-_TASK_FIELDS = ("prefix", "task_specific_params")
+# Their classes by the kind of class.
+_CLASSES = {
+    "ForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "ForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    "ForQuestionAnswering": MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    "EncoderModel": MODEL_FOR_TEXT_ENCODING_MAPPING,
+    "": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+}
+# T5's classes with a head have their weights in a part of this name.
+_PART = "transformer."
+# Beginnings of the weights of a head. T5Gemma has the last one.
+_HEADS = ("classification_head.", "classifier.", "qa_outputs.", "score.")
+# Pipelines and heads read these fields of every family's configuration.
+_TASK_FIELDS = ("prefix", "task_specific_params", "id2label", "label2id", "problem_type")
 # transformers does not list these unless sentencepiece is installed.
 _NEED_SENTENCEPIECE = {"marian": "MarianTokenizer", "m2m_100": "M2M100Tokenizer"}
 # For these transformers reads tokenizer.json as it is, whatever class a folder names.
@@ -126,21 +142,32 @@ def _plan_ours(
     theirs = CONFIG_MAPPING[family.name].from_pretrained(folder)
     if getattr(theirs, "decoder_start_token_id", None) is None:
         theirs.decoder_start_token_id = start
+    # T5's classes with a head have the names of a part.
+    inner = {name.removeprefix(_PART): name for name in weights.kinds}
+    load, kinds = weights.load, weights.kinds
+    weights.load = lambda name: load(inner[name])
+    weights.kinds = {name: kinds[stored] for name, stored in inner.items()}
+    kind = checkpoints.kind_of_class(theirs.architectures)
     config = family.read_config(theirs, weights)
+    if kind:
+        config.tie_word_embeddings = theirs.tie_word_embeddings
     _copy_task_fields(theirs, config)
-    ours = checkpoints.skeleton(MetaphraseForConditionalGeneration, config)
+    ours = checkpoints.skeleton(checkpoints.OUR_CLASSES[kind], config)
     our_shapes = checkpoints.shapes(ours)
     counterparts = {
-        name: Counterpart(family.embedding_name(name, weights))
-        if name in family.embedding_names
-        else family.counterpart(name, config)
+        name: Counterpart(family.embedding_name(full, weights))
+        if (full := _full_name(name)) in family.embedding_names
+        else _counterpart(family, full, config)
         for name in checkpoints.stored_names(ours)
     }
     known = {counterpart.name for counterpart in counterparts.values()}
     checkpoints.check_names(sorted(known), weights.kinds)
     known = known.union(*family.embedding_names.values())
     names = [name for name in weights.kinds if not name.startswith(family.ignored_prefixes)]
-    if left_over := [name for name in names if family.original_name(name) not in known]:
+    left_over = [name for name in names if family.original_name(name) not in known]
+    if heads := [name for name in left_over if name.startswith(_HEADS)]:
+        raise MetaphraseError(f"The head of {theirs.architectures} cannot be converted, got {listed(heads)}.")
+    if left_over:
         # The family's own class does not read them either.
         logger.warning("Weights that the family's class does not have are left behind: %s.", listed(left_over))
     planned = {}
@@ -162,7 +189,14 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     config = MetaphraseConfig.from_pretrained(folder)
     fields = family.write_config(config)
     theirs = CONFIG_MAPPING[family.name](dtype=config.dtype, **fields)
-    model_class = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(theirs)]
+    kind = checkpoints.kind_of_class(config.architectures)
+    if type(theirs) not in _CLASSES[kind] or (family.name.startswith("t5gemma") and kind == "ForTokenClassification"):
+        raise MetaphraseError(
+            f"`to` must be a family with such a head, got {family.name!r} for {config.architectures}."
+        )
+    if kind == "ForSequenceClassification":
+        refuse_obstacles(config, {name: (value,) for name, value in family.classifier.items()}, f"no {family.name}")
+    model_class = _CLASSES[kind][type(theirs)]
     theirs.architectures = [model_class.__name__]
     _copy_task_fields(config, theirs)
     ours = checkpoints.our_skeleton(folder, weights)
@@ -174,15 +208,19 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     write_json(output / CONFIG_NAME, written, sort_keys=True)
     our_shapes, embeddings = checkpoints.shapes(ours), family.embedding_names
     their_shapes = {family.file_name(name): shape for name, shape in checkpoints.shapes(their_skeleton).items()}
-    names = [name for name in checkpoints.stored_names(ours) if name not in embeddings]
-    counterparts = {name: family.counterpart(name, config) for name in names}
+    # Our names of the class that generates.
+    stored = {_full_name(name): name for name in checkpoints.stored_names(ours)}
+    counterparts = {name: _counterpart(family, name, config) for name in stored if name not in embeddings}
     by_name = {counterpart.name: counterpart for counterpart in counterparts.values()}
-    sources = family.stored_embeddings(config) | {counterparts[name].name: name for name in names}
+    sources = family.stored_embeddings(config) | {counterpart.name: name for name, counterpart in counterparts.items()}
+    sources = {theirs: stored[name] for theirs, name in sources.items() if name in stored}
     # The last ones are tied or recomputed by default, but not in this model.
-    heads = [] if config.tie_word_embeddings else [embeddings[HEAD][0]]
+    heads = [] if config.tie_word_embeddings or kind else [embeddings[HEAD][0]]
+    their_names = [*map(family.file_name, checkpoints.stored_names(their_skeleton))]
+    named = {name.removeprefix(_PART) for name in their_names}
     planned = {}
-    for name in dict.fromkeys([*map(family.file_name, checkpoints.stored_names(their_skeleton)), *by_name, *heads]):
-        original = family.original_name(name)
+    for name in [*their_names, *(name for name in dict.fromkeys([*by_name, *heads]) if name not in named)]:
+        original = family.original_name(name.removeprefix(_PART))
         if (our_name := sources.get(original)) is not None:
             counterpart = by_name.get(original, Counterpart(original))
             nbytes = weights.kinds[our_name].nbytes
@@ -191,9 +229,21 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
             planned[name] = PlannedTensor(nbytes, make)
         else:
             tensor = family.make_weight(name, their_shapes[name], config)
-            tensor = tensor.to(weights.read(ENCODER_EMBEDDING).dtype)
+            tensor = tensor.to(weights.read(stored[ENCODER_EMBEDDING]).dtype)
             planned[name] = PlannedTensor(tensor.nbytes, lambda tensor=tensor: tensor)
     return planned
+
+
+def _full_name(name: str) -> str:
+    """Return the name in the class that generates of one of our weights. The encoder alone has no part `model`."""
+    return f"model.{name}" if name.startswith("encoder.") else name
+
+
+def _counterpart(family: Family, name: str, config: MetaphraseConfig) -> Counterpart:
+    """Return the family's weight for one of ours, which may belong to a head."""
+    if name.startswith(_HEADS):
+        return Counterpart(name.replace(*family.head_name))
+    return family.counterpart(name, config)
 
 
 def _copy_task_fields(source: PreTrainedConfig, target: PreTrainedConfig) -> None:

@@ -83,6 +83,10 @@ class Family:
     free = frozenset(("initializer_range", "use_cache", "is_encoder_decoder", "train_padding_embedding"))
     free |= {"rope_parameters", "encoder_window", "decoder_window"}
     module_names: Mapping[str, str] = {}
+    # Our fields of a head that classifies texts, their field of its dropout, and our and their name of its weights.
+    classifier: Mapping[str, Any] = {"classifier_hidden_layer": True, "classifier_pooling": "eos"}
+    classifier_dropout = "classifier_dropout"
+    head_name = ("", "")
 
     def __init__(self, name: str, field_names: Mapping[str, str], fixed: Mapping[str, Any]):
         self.name, self.field_names = name, field_names
@@ -115,6 +119,7 @@ class Family:
         # Not every family declares every id.
         fields |= {name: getattr(theirs, name, None) for name in SPECIAL_IDS}
         fields |= self.fixed | self._read_ties(theirs, weights) | self.read_extra_fields(theirs, weights)
+        fields |= {**self.classifier, "classifier_dropout": getattr(theirs, self.classifier_dropout, None) or 0.0}
         return MetaphraseConfig(dtype=theirs.dtype, **fields)
 
     def embedding_name(self, ours: str, weights: WeightFiles) -> str:
@@ -136,7 +141,9 @@ class Family:
 
         # transformers does not tie two weights that differ, whatever the configuration says.
         def are_tied(first: str, second: str, may_tie: bool) -> bool:
-            return first == second or (may_tie and are_equal(weights.read(first), weights.read(second)))
+            # A class without a decoder has one alone.
+            both = first in weights.kinds and second in weights.kinds
+            return first == second or (may_tie and both and are_equal(weights.read(first), weights.read(second)))
 
         may_share = theirs.tie_word_embeddings and getattr(theirs, "share_encoder_decoder_embeddings", True)
         may_share = may_share and self.fixed.get("share_embeddings", True)
@@ -163,6 +170,7 @@ class Family:
         refuse_obstacles(ours, allowed, f"no {self.name}")
         fields = {name: getattr(ours, field) for field, name in self.field_names.items()}
         fields |= {name: getattr(ours, name) for name in SPECIAL_IDS}
+        fields[self.classifier_dropout] = ours.classifier_dropout
         if ours.decoder_start_token_id is None:
             # Not every family allows None.
             del fields["decoder_start_token_id"]
