@@ -3,21 +3,44 @@
 Importing this package registers the models with transformers' Auto classes.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForTextEncoding
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
+    AutoModelForTokenClassification,
+)
 
 from metaphrase.plugins import plugin
 from metaphrase.presets import from_preset, preset_names
 
 from .configuration_metaphrase import MetaphraseConfig
 from .loss import IGNORED_LABEL, sequence_loss, shift_right
-from .modeling_metaphrase import MetaphraseEncoderModel, MetaphraseForConditionalGeneration, MetaphraseModel
+from .modeling_metaphrase import (
+    MetaphraseEncoderModel,
+    MetaphraseForConditionalGeneration,
+    MetaphraseForQuestionAnswering,
+    MetaphraseForSequenceClassification,
+    MetaphraseForTokenClassification,
+    MetaphraseModel,
+)
 
 AutoConfig.register(MetaphraseConfig.model_type, MetaphraseConfig, exist_ok=True)
-AutoModel.register(MetaphraseConfig, MetaphraseModel, exist_ok=True)
-AutoModelForSeq2SeqLM.register(MetaphraseConfig, MetaphraseForConditionalGeneration, exist_ok=True)
-AutoModelForTextEncoding.register(MetaphraseConfig, MetaphraseEncoderModel, exist_ok=True)
+for _auto_class, _model_class in (
+    # transformers takes the class that a configuration names, or else the first.
+    (AutoModel, (MetaphraseModel, MetaphraseEncoderModel)),
+    (AutoModelForSeq2SeqLM, MetaphraseForConditionalGeneration),
+    (AutoModelForTextEncoding, MetaphraseEncoderModel),
+    (AutoModelForSequenceClassification, MetaphraseForSequenceClassification),
+    (AutoModelForTokenClassification, MetaphraseForTokenClassification),
+    (AutoModelForQuestionAnswering, MetaphraseForQuestionAnswering),
+):
+    _auto_class.register(MetaphraseConfig, _model_class, exist_ok=True)
 
 __all__ = ["IGNORED_LABEL", "MetaphraseConfig", "MetaphraseEncoderModel", "MetaphraseForConditionalGeneration"]
+__all__ += ["MetaphraseForQuestionAnswering", "MetaphraseForSequenceClassification", "MetaphraseForTokenClassification"]
 __all__ += ["MetaphraseModel", "sequence_loss", "shift_right"]
 
 # The package plugs its presets and its faster code in. A copy on the Hub has the files of this folder without `__init__.py`.

@@ -25,6 +25,9 @@ _AUTO_MAP = {
     "AutoModel": "modeling_metaphrase.MetaphraseModel",
     "AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration",
     "AutoModelForTextEncoding": "modeling_metaphrase.MetaphraseEncoderModel",
+    "AutoModelForSequenceClassification": "modeling_metaphrase.MetaphraseForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_metaphrase.MetaphraseForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_metaphrase.MetaphraseForQuestionAnswering",
 }
 _PIPELINES = {
     task: {"impl": f"pipelines.{name}", "pt": ["AutoModelForSeq2SeqLM"], "type": "text"}
@@ -111,6 +114,10 @@ class MetaphraseConfig(PreTrainedConfig):
             `decoder_start_token_id`. This label is a language code in mBART.
         dropout, attention_dropout, activation_dropout: Probabilities for the embeddings and the output of each sublayer, for
             the attention weights, and inside the feed-forward network.
+        classifier_dropout: Probability in a head that classifies.
+        classifier_hidden_layer: A linear layer with tanh before the labels of texts (BART, T5).
+        classifier_pooling: Place of the decoder's output that shows the class of a text: `eos`, where the encoder reads the last
+            end of sequence, or `last`, where the decoder reads the last token (T5Gemma).
         initializer_range: Standard deviation of all weights. None means a deviation by shape: (2 / (in + out)) ** 0.5 for a
             projection (Glorot and Bengio 2010), `hidden_size` ** -0.5 for learned positions and, divided by `logits_scale`, for
             the output projection and tied token embeddings. Other token embeddings have 1, or `hidden_size` ** -0.5 if scaled.
@@ -185,6 +192,9 @@ class MetaphraseConfig(PreTrainedConfig):
     dropout: float | int = 0.1
     attention_dropout: float | int = 0.0
     activation_dropout: float | int = 0.0
+    classifier_dropout: float | int = 0.0
+    classifier_hidden_layer: bool = True
+    classifier_pooling: Literal["eos", "last"] = "eos"
     initializer_range: float | int | None = None
     use_cache: bool = True
     is_encoder_decoder: bool = True
@@ -251,7 +261,7 @@ class MetaphraseConfig(PreTrainedConfig):
         for field in _POSITIVE:
             value = getattr(self, field)
             yield field, value is None or value > 0, "must be above 0"
-        for field in ("dropout", "attention_dropout", "activation_dropout"):
+        for field in ("dropout", "attention_dropout", "activation_dropout", "classifier_dropout"):
             yield field, 0 <= getattr(self, field) < 1, "must be a probability in [0, 1)"
         yield "activation_function", self.activation_function in ACT2FN, "must be a key of transformers' ACT2FN"
         for stack in STACKS:

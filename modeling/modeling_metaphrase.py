@@ -1,4 +1,4 @@
-"""Metaphrase models: encoder and decoder with or without a head, and the encoder alone."""
+"""Metaphrase models: encoder and decoder with or without a head, the encoder alone, and heads that classify."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Unpack
@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+    Seq2SeqQuestionAnsweringModelOutput,
+    Seq2SeqSequenceClassifierOutput,
+    TokenClassifierOutput,
+)
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
 from .configuration_metaphrase import MetaphraseConfig
@@ -107,6 +114,8 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
     ) -> Seq2SeqModelOutput:
         """Encode the sources, unless `encoder_outputs` is given, and decode the targets.
 
+        Without an input of the decoder, `last_hidden_state` is the output of the encoder, which libraries for embeddings pool.
+
         Args:
             input_ids: Source ids `(batch, source)`.
             attention_mask: 1 for a source token, 0 for padding, `(batch, source)`.
@@ -118,11 +127,6 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             use_cache: True to return keys and values for the next decoding step.
             **kwargs: Also `source_lengths` and `target_lengths` of packed rows, if `supports_packing` is true.
         """
-        if decoder_input_ids is None and decoder_inputs_embeds is None:
-            raise ValueError(
-                "`decoder_input_ids` or `decoder_inputs_embeds` (or `labels`, for a model with a head) must be given, "
-                "got none. If a label smoother took the labels away, give the data collator the model (`model=`)."
-            )
         if kwargs.get("source_lengths") is not None and not self.supports_packing:
             raise ValueError("`source_lengths` must be None without the package `metaphrase.ops`, got a value.")
         if encoder_outputs is None:
@@ -130,6 +134,11 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             encoder_outputs = self.encoder(*inputs, return_dict=True, **kwargs)
         elif not isinstance(encoder_outputs, BaseModelOutput):
             encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            states, attentions = encoder_outputs.hidden_states, encoder_outputs.attentions
+            rest = {"encoder_hidden_states": states, "encoder_attentions": attentions}
+            output = encoder_outputs.last_hidden_state
+            return Seq2SeqModelOutput(last_hidden_state=output, encoder_last_hidden_state=output, **rest)
         decoder_outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -242,6 +251,11 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
             use_cache = False if use_cache is None else use_cache
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, kwargs.get("target_lengths"))
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            raise ValueError(
+                "`decoder_input_ids`, `decoder_inputs_embeds` or `labels` must be given, got none. If a label smoother took "
+                "the labels away, give the data collator the model (`model=`)."
+            )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -291,6 +305,164 @@ class MetaphraseEncoderModel(EncoderDecoderEmbeddings):
         return self.encoder(input_ids, attention_mask, inputs_embeds, position_ids, return_dict=True, **kwargs)
 
 
+class MetaphraseClassificationHead(nn.Module):
+    """The head of BART and T5, or without `classifier_hidden_layer` that of T5Gemma: `(..., hidden) -> (..., labels)`."""
+
+    def __init__(self, config: MetaphraseConfig, width: int):
+        super().__init__()
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.dense = nn.Linear(width, width) if config.classifier_hidden_layer else None
+        self.out_proj = nn.Linear(width, config.num_labels)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = self.dropout(hidden_states)
+        if self.dense is not None:
+            hidden_states = self.dropout(torch.tanh(self.dense(hidden_states)))
+        return self.out_proj(hidden_states)
+
+
+class TwiceReadText(EncoderDecoderEmbeddings):
+    """Base class of models whose encoder and decoder read the same text, the decoder shifted to the right.
+
+    Source: Lewis et al. 2020, section 3.1, arXiv 1910.13461.
+    """
+
+    def __init__(self, config: MetaphraseConfig):
+        super().__init__(config)
+        if config.decoder_vocab_size != config.vocab_size:
+            rule = f"must equal `vocab_size`, {config.vocab_size}, because the decoder reads the source"
+            raise ValueError(f"`decoder_vocab_size` {rule}, got {config.decoder_vocab_size}.")
+        self.model = MetaphraseModel(config)
+
+    def read(self, input_ids: torch.LongTensor | None, inputs: dict, kwargs: dict) -> tuple[torch.Tensor, dict]:
+        """Return the decoder's output `(batch, source, hidden)`, and the other outputs of `MetaphraseModel` by name."""
+        if inputs["decoder_input_ids"] is None and inputs["decoder_inputs_embeds"] is None:
+            if input_ids is None:
+                raise ValueError(
+                    "`input_ids` must be given without inputs of the decoder, which reads them, too, got none."
+                )
+            config = self.config
+            starts = config.pad_token_id, config.decoder_start_token_id, None, config.decoder_start_from_labels
+            inputs["decoder_input_ids"] = shift_right(input_ids, *starts)
+        outputs = self.model(input_ids=input_ids, use_cache=False, return_dict=True, **inputs, **kwargs)
+        return outputs.last_hidden_state, {
+            name: value for name, value in outputs.items() if name != "last_hidden_state"
+        }
+
+
+class MetaphraseForSequenceClassification(TwiceReadText):
+    """A class or a number for each text."""
+
+    def __init__(self, config: MetaphraseConfig):
+        super().__init__(config)
+        self.classification_head = MetaphraseClassificationHead(config, config.stack_sizes("decoder").hidden_size)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqSequenceClassifierOutput:
+        """Return the logits `(batch, labels)`, and the loss if there are labels. `input_ids` must be given.
+
+        Args:
+            labels: Classes `(batch,)`, or numbers: `(batch,)` for one label of the configuration, else `(batch, labels)`.
+        """
+        if input_ids is None:
+            raise ValueError("`input_ids` must be given, since they show where a text ends, got none.")
+        inputs = {"attention_mask": attention_mask, "decoder_attention_mask": decoder_attention_mask}
+        inputs |= {"decoder_input_ids": decoder_input_ids, "decoder_inputs_embeds": decoder_inputs_embeds}
+        inputs |= {"encoder_outputs": encoder_outputs, "inputs_embeds": inputs_embeds}
+        hidden_states, rest = self.read(input_ids, inputs, kwargs)
+        is_last = self.config.classifier_pooling == "last"
+        ends = torch.tensor(self.config.pad_token_id if is_last else self.config.eos_token_id, device=input_ids.device)
+        ends = torch.isin(input_ids, ends, invert=is_last)
+        places = (ends * torch.arange(ends.shape[1], device=ends.device)).argmax(dim=1)
+        if is_last:
+            # The decoder reads the last token one place later, if there is one.
+            places = (places + 1).clamp(max=ends.shape[1] - 1)
+        pooled = hidden_states[torch.arange(len(places), device=places.device), places]
+        logits = self.classification_head(pooled)
+        loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return Seq2SeqSequenceClassifierOutput(loss=loss, logits=logits, **rest)
+
+
+class MetaphraseForQuestionAnswering(TwiceReadText):
+    """The first and the last token of an answer in a text."""
+
+    def __init__(self, config: MetaphraseConfig):
+        super().__init__(config)
+        self.qa_outputs = nn.Linear(config.stack_sizes("decoder").hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | None = None,
+        start_positions: torch.LongTensor | None = None,
+        end_positions: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqQuestionAnsweringModelOutput:
+        """Return the logits of both places, each `(batch, source)`, and the loss if both `(batch,)` are given."""
+        inputs = {"attention_mask": attention_mask, "decoder_attention_mask": decoder_attention_mask}
+        inputs |= {"decoder_input_ids": decoder_input_ids, "decoder_inputs_embeds": decoder_inputs_embeds}
+        inputs |= {"encoder_outputs": encoder_outputs, "inputs_embeds": inputs_embeds}
+        hidden_states, rest = self.read(input_ids, inputs, kwargs)
+        start_logits, end_logits = self.qa_outputs(hidden_states).unbind(dim=-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+        return Seq2SeqQuestionAnsweringModelOutput(loss=loss, start_logits=start_logits, end_logits=end_logits, **rest)
+
+
+class MetaphraseForTokenClassification(EncoderDecoderEmbeddings):
+    """A class for each token, by the encoder alone."""
+
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"head_transform\.", r"lm_head\."]
+
+    def __init__(self, config: MetaphraseConfig):
+        super().__init__(config)
+        self.model = MetaphraseEncoderModel(config)
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs,
+    ) -> TokenClassifierOutput:
+        """Return the logits `(batch, source, labels)`, and the loss if there are labels `(batch, source)`, -100 for none."""
+        inputs = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        outputs = self.model(input_ids, **inputs, return_dict=True, **kwargs)
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None if labels is None else self.loss_function(logits, labels, self.config)
+        rest = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+        return TokenClassifierOutput(loss=loss, logits=logits, **rest)
+
+
+MetaphraseForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+MetaphraseForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+MetaphraseForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
 MetaphraseModel.register_for_auto_class("AutoModel")
 MetaphraseForConditionalGeneration.register_for_auto_class("AutoModelForSeq2SeqLM")
 MetaphraseEncoderModel.register_for_auto_class("AutoModelForTextEncoding")

@@ -133,7 +133,9 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         # With false `tie_word_embeddings`, the parent would also untie the embeddings of source and target.
-        return super().get_expanded_tied_weights_keys(all_submodels=True) if all_submodels else self._tied_weights_keys
+        # The result is changed, and the class may hold the names for all its models.
+        names = dict(self._tied_weights_keys)
+        return super().get_expanded_tied_weights_keys(all_submodels=True) if all_submodels else names
 
 
 class Stack(MetaphrasePreTrainedModel):

@@ -11,6 +11,7 @@ from typing import Any
 
 from metaphrase.analysis import pages
 from metaphrase.analysis.comparison import TestSet, compare, compute_segments, external_segments
+from metaphrase.analysis.judges import load_judge
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import METRICS, check_references, metric_options, write_metrics
 from metaphrase.inference.line_files import check_files
@@ -45,11 +46,20 @@ def main(arguments: argparse.Namespace) -> None:
     segments = compute_segments(test_set, metrics, options)
     if external:
         segments[external_name] = external_segments(external)
+    judges = [load_judge(name) for name in arguments.metric]
+    if judges and test_set.sources is None:
+        raise MetaphraseError("`source` must be given with `metric`, which reads the sources, too, got None.")
+    for judge in judges:
+        texts = test_set.outputs.items()
+        segments[judge.name] = {
+            name: judge.segments(test_set.sources, lines, test_set.references) for name, lines in texts
+        }
     path = arguments.train_target_file
+    lower = [judge.name for judge in judges if judge.is_better_lower]
     report = compare(
         test_set,
         segments,
-        lower_is_better=[*LOWER_IS_BETTER, *[external_name] * bool(arguments.scores_lower_is_better)],
+        lower_is_better=[*LOWER_IS_BETTER, *lower, *[external_name] * bool(arguments.scores_lower_is_better)],
         word_tokenizer=arguments.bleu_tokenize or "13a",
         lowercase=arguments.lowercase,
         training_targets=None if path is None else iterate_lines(path, arguments.max_line_characters),

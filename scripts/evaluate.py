@@ -18,6 +18,7 @@ from metaphrase.hub_card.card import read_recipe, with_interval
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import check_source_length
 from metaphrase.inference.line_files import OutputFile, as_lines, check_files
+from metaphrase.plugins import needed_plugin
 from metaphrase.scripts import parsers
 from metaphrase.scripts.generate import keep_memory
 from metaphrase.scripts.parsers.options import COLUMNS
@@ -48,6 +49,7 @@ def main(arguments: argparse.Namespace) -> None:
     for name, path in parsers.given_options(arguments, ("output", "predictions")).items():
         check_files(inputs, path, name)
     set_seed(arguments.seed)
+    judges = [needed_plugin("judge", "metric")(name, device=arguments.device) for name in arguments.metric]
     # `load_pairs` has added the prefix.
     loading = parsers.chosen_loading_options(arguments) | {"source_prefix": ""}
     keep_memory()
@@ -82,6 +84,7 @@ def main(arguments: argparse.Namespace) -> None:
             show_progress=not arguments.quiet,
             # Written before scoring, because decoding takes the longest.
             on_decoded=None if file is None else lambda texts: file.write(as_lines(texts)),
+            judges=judges,
         )
     write_metrics(output, result | measured)
     for name, score in result["scores"].items():

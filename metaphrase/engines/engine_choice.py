@@ -78,7 +78,9 @@ def load_engine(
         raise MetaphraseError(f"`dtype` int8 needs the device cpu, got {device}.")
     model = load_pretrained(name_or_path, dtype=torch_dtype("float32" if quantization else dtype), **loading)
     model = model.to(device).eval()
-    choice = EngineChoice(model, tokenizers, quantization, vocabulary_map) if engine == "auto" else None
+    # An encoder alone writes no texts.
+    is_open = engine == "auto" and hasattr(model, "generation_config")
+    choice = EngineChoice(model, tokenizers, quantization, vocabulary_map) if is_open else None
     if quantization is not None:
         quantize(model)
     return model, choice

@@ -6,6 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import datasets
 import torch
@@ -70,6 +71,7 @@ def evaluate_generator(
     num_bootstrap_samples: int = NUM_BOOTSTRAP_SAMPLES,
     show_progress: bool | None = None,
     on_decoded: Callable[[list[str]], object] | None = None,
+    judges: Sequence[Any] = (),
 ) -> tuple[dict, list[str]]:
     """Generate targets for a test set and score them.
 
@@ -81,6 +83,7 @@ def evaluate_generator(
         num_bootstrap_samples: Resamples for the 95 % interval of each score; 0 for no interval.
         show_progress: True for a bar, or lines without a terminal; None for a bar on a terminal only.
         on_decoded: Called with the targets of the model before scoring, so that an error in scoring loses no text.
+        judges: More scores, each a `metaphrase.analysis.judges.Judge`.
 
     Returns:
         The content of `metrics.json`, and the targets of the model. Only a single torch model has a loss, not an ensemble or
@@ -107,6 +110,8 @@ def evaluate_generator(
     if on_decoded is not None:
         on_decoded(predictions)
     scores = compute_metrics(predictions, references, metrics, metric_options, num_bootstrap_samples)
+    for judge in judges:
+        scores[judge.name] = judge.segments(sources, predictions, references).summary(num_bootstrap_samples)
     if (count := len(candidates[0])) > 1:
         # A reference matches one of its candidates, as a prediction matches one of its references.
         names = ["exact_match"]

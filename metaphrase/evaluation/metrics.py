@@ -69,6 +69,13 @@ class SegmentStatistics:
         rows = self.rows if indices is None else [self.rows[index] for index in indices]
         return float(self.scorer._aggregate_and_compute(rows).score)
 
+    def summary(self, num_samples: int) -> dict[str, Any]:
+        """Return the score with its details, and the interval if the resamples fit into memory, for JSON."""
+        result = {"score": self.score(), **self.details, "signature": self.signature}
+        num_values = num_samples * len(self.rows) * (len(self.rows[0]) + 2)
+        has_interval = num_samples > 1 and 4 * num_values <= MAX_RESAMPLED_BYTES
+        return result | (self.confidence(num_samples) if has_interval else {})
+
     def confidence(self, num_samples: int) -> dict[str, Any]:
         """Return the 95 % interval of a score, for JSON.
 
@@ -281,10 +288,7 @@ def compute_metrics(
     results = {}
     for name in names:
         segments = METRICS[name].segments(predictions, references, **(options or {}).get(name, {}))
-        results[name] = {"score": segments.score(), **segments.details, "signature": segments.signature}
-        num_values = num_bootstrap_samples * len(segments.rows) * (len(segments.rows[0]) + 2)
-        if num_bootstrap_samples > 1 and 4 * num_values <= MAX_RESAMPLED_BYTES:
-            results[name] |= segments.confidence(num_bootstrap_samples)
+        results[name] = segments.summary(num_bootstrap_samples)
     return results
 
 

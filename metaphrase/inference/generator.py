@@ -161,6 +161,8 @@ class Plan:
             if split_sentences:
                 raise MetaphraseError("Minimum Bayes risk decoding compares whole texts: leave out `split_sentences`.")
             return cls([generator], None, {**risk, **options}, 1, False, True, False, minimizes_risk=True)
+        if getattr(generator.model, "generation_config", None) is None:
+            raise MetaphraseError(f"A model must have a decoder to write texts, got {type(generator.model).__name__}.")
         options = {name: value for name, value in options.items() if value is not None or name not in _OWN_OPTIONS}
         ends_loops = bool(options.pop("end_loops", False))
         options = batches.read_options(complete_sampling(options))
@@ -339,7 +341,11 @@ class Generator(TextStream):
                 else:
                     options = {"engine": engine, "device": device, "dtype": dtype, **loading}
                     model, choice = load_engine(name, tokenizers, kwargs.get("vocabulary_map"), **options)
-            model.generation_config.update(**set_languages(tokenizers, source_lang, target_lang))
+            languages = set_languages(tokenizers, source_lang, target_lang)
+            if getattr(model, "generation_config", None) is None:  # An encoder alone.
+                parts.append((model, tokenizers))
+                continue
+            model.generation_config.update(**languages)
             if early_stopping is not None and model.generation_config.early_stopping is None:
                 model.generation_config.early_stopping = early_stopping
             parts.append((model, tokenizers))
@@ -561,6 +567,25 @@ class Generator(TextStream):
                 this is an ensemble.
         """
         return needed_plugin("score", "score")(self, sources, targets, show_progress)
+
+    def embed(self, texts: Iterable[str], *, show_progress: bool | None = False) -> np.ndarray:
+        """Return an embedding of each text, the mean of the encoder's output over its tokens: (texts, hidden), float32.
+
+        Source: Ni et al. 2022, Sentence-T5, section 3, arXiv 2108.08877.
+        """
+        return needed_plugin("embed", "embed")(self, texts, show_progress)
+
+    def choice_scores(
+        self, texts: Iterable[str], choices: Sequence[str], *, show_progress: bool | None = False
+    ) -> np.ndarray:
+        """Return the probability of each answer among the choices, for each text: (texts, choices), rows add up to 1.
+
+        If each choice is one token and no two are equal, one step of the decoder is read, without the end of sequence. Otherwise
+        the probabilities are those of whole targets, with their ends.
+
+        Source: Nogueira et al. 2020, section 3, arXiv 2003.06713.
+        """
+        return needed_plugin("choice_scores", "choices")(self, texts, choices, show_progress)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of sources as the model reads them."""

@@ -1,5 +1,6 @@
-"""OpenAI's API for chats and completions: the client `openai`, and tools that take a base URL."""
+"""OpenAI's API for chats, completions and embeddings: the client `openai`, and tools that take a base URL."""
 
+import base64
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -48,6 +49,14 @@ class Prompts(BaseModel):
     tgt_lang: str | None = None
 
 
+class Texts(BaseModel):
+    """Body of a request for embeddings."""
+
+    model: str
+    input: str | list[str]
+    encoding_format: Literal["float", "base64"] = "float"
+
+
 def make_router(service: Service) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
@@ -81,6 +90,17 @@ def make_router(service: Service) -> APIRouter:
             choices.append(_choice(kind, text, "length" if is_cut else "stop", index))
         usage = await _count_usage(service, model, query.texts, targets)
         return JSONResponse(frame | {"choices": choices, "usage": usage})
+
+    @router.post("/embeddings", openapi_extra=schema_of(Texts))
+    async def embed(request: Request) -> Response:
+        body = await read_body(request, Texts)
+        model, texts = service.find_model(body.model), [body.input] if isinstance(body.input, str) else body.input
+        rows = await service.run(request, Query(texts), lambda _: model.generator.embed(texts))
+        is_coded = body.encoding_format == "base64"
+        shown = [base64.b64encode(row.tobytes()).decode() if is_coded else row.tolist() for row in rows]
+        data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(shown)]
+        usage = await _count_usage(service, model, texts, [])
+        return JSONResponse({"object": "list", "model": model.name, "data": data, "usage": usage})
 
     def describe(model: ServedModel) -> dict[str, Any]:
         return {"id": model.name, "object": "model", "created": started, "owned_by": "metaphrase"}

@@ -11,7 +11,13 @@ import torch
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTextEncoding,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from metaphrase.errors import MetaphraseError
@@ -63,12 +69,19 @@ def check_model_folder(folder: str | os.PathLike) -> None:
 
 
 def load_pretrained(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
-    """Load a model by `AutoModelForSeq2SeqLM.from_pretrained`. `MetaphraseError` for damaged, missing or infinite weights.
+    """Load a model that writes texts, or an encoder alone. `MetaphraseError` for damaged, missing or infinite weights.
 
     transformers only warns, and fills missing weights at random. Models of other families still load with that
     warning, since their classes may rebuild weights. The caller has checked the folder with `check_model_folder`.
     """
-    folder = Path(name_or_path)
+    folder, auto_class = Path(name_or_path), AutoModelForSeq2SeqLM
+    name, *_ = (read_fields(folder / CONFIG_NAME) or {}).get("architectures") or [""]
+    if name.endswith("EncoderModel"):
+        auto_class = AutoModelForTextEncoding
+    elif name.endswith(("Classification", "QuestionAnswering")):
+        raise MetaphraseError(
+            f"A model must write texts, got a {name} in {folder}. Load it by the Auto class of its head."
+        )
     if (folder / CONFIG_NAME).is_file() and not (folder / ADAPTER_NAME).is_file():
         with contextlib.ExitStack() as files:
             WeightFiles(folder, files)
@@ -77,7 +90,7 @@ def load_pretrained(name_or_path: str | os.PathLike, *, trust_remote_code: bool,
     # The shapes go into the error below, in place of transformers' table.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": trust_remote_code}
     try:
-        model, info = AutoModelForSeq2SeqLM.from_pretrained(name_or_path, **options)
+        model, info = auto_class.from_pretrained(name_or_path, **options)
     except SafetensorError as error:
         raise MetaphraseError(
             f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}: {error}."
@@ -93,7 +106,7 @@ def load_pretrained(name_or_path: str | os.PathLike, *, trust_remote_code: bool,
         )
     for weight_name, weight in model.state_dict().items():
         check_finite(weight, weight_name, name_or_path)
-    if model.generation_config is not None:
+    if getattr(model, "generation_config", None) is not None:
         use_floats(vars(model.generation_config))
     return model
 

@@ -23,7 +23,7 @@ COMMON_GROUP = "options of all subcommands"
 
 # Files of subcommands that share a file with another one.
 FILES = {"adapt": "convert", "average": "convert", "export": "convert"}
-FILES |= {"shortlist": "filter", "attention": "explain", "distill": "backtranslate"}
+FILES |= {"shortlist": "filter", "attention": "explain", "distill": "backtranslate", "embed": "classify"}
 
 
 # Functions that add the options of a subcommand to a parser.

@@ -162,6 +162,12 @@ def add_batches(parser: argparse.ArgumentParser, *before: str) -> Options:
     return group
 
 
+def add_judges(options: Options) -> None:
+    """Add scores by a model or a function."""
+    text = "more scores: a folder or Hub id of a MetricX model, or package.module:function"
+    options.add_argument("--metric", metavar="NAME", nargs="+", default=[], help=text)
+
+
 def add_generation(parser: argparse.ArgumentParser) -> Options:
     """Add the options of `generate()` in a group of their own, and return the group."""
     types: dict[type, Callable[[str], Any]] = {bool: boolean, str: boolean_or_never, int: int, float: float}
@@ -195,6 +201,7 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     add("--predictions", type=path, help="file to write the decoded targets to")
     add_loaded_model(parser)
     add("--metrics", metavar="NAME", nargs="+", help=f"{_METRICS} [those of the model's recipe, or else bleu chrf]")
+    add_judges(parser)
     group = parser.add_argument_group("pairs and scores")
     add_shared(group, *COLUMNS)
     add, kinds = group.add_argument, ("error", "skip")

@@ -116,6 +116,54 @@ def distill(parser: argparse.ArgumentParser) -> None:
     options.add_generation(parser)
 
 
+def classify(parser: argparse.ArgumentParser) -> None:
+    """Write which of several answers a model expects for each text, and their probabilities."""
+    parser.add_argument("--choices", metavar="TEXT", nargs="+", required=True, help="two answers or more")
+    _add_reader(parser, "file to write: the answer and the probability of each choice, with tabs [standard output]")
+
+
+def embed(parser: argparse.ArgumentParser) -> None:
+    """Write an embedding of each text, the mean of the encoder's output."""
+    _add_reader(parser, "file to write: a matrix in numpy's format, .npy", required=True)
+
+
+def _add_reader(parser: argparse.ArgumentParser, output: str, required: bool = False) -> None:
+    parser.add_argument("--input", type=file, required=required, help="file with one text in each line, UTF-8")
+    parser.add_argument("--output", type=path, required=required, help=output)
+    options.add_loaded_model(parser)
+    group = parser.add_argument_group("batches")
+    options.add_shared(group, "batch_size", "max_tokens_per_batch", "max_line_characters")
+
+
+def rerank(parser: argparse.ArgumentParser) -> None:
+    """Choose among the candidates of `generate --n_best` by more scores, or tune the weights of the scores."""
+    add = parser.add_argument
+    add("candidates", type=file, help="file with `index ||| text ||| score` on each line")
+    add("--source", type=file, required=True, help="file with one source in each line")
+    add(
+        "--weights", type=path, required=True, help="JSON file of the weights, which --target writes and --output reads"
+    )
+    add("--target", type=file, help="file with one reference in each line, to tune the weights")
+    add("--output", type=path, help="file to write the best candidate of each source to")
+    options.add_model(parser, "--reverse_model", help="folder or Hub id of a model from target to source")
+    options.add_judges(parser)
+    add(
+        "--scores",
+        type=file,
+        nargs="+",
+        default=[],
+        help="files with one score in each line, one line for each candidate",
+    )
+    add(
+        "--tuned_metric",
+        choices=("bleu", "chrf", "exact_match", "wer", "cer"),
+        default="bleu",
+        help="score to tune for",
+    )
+    group = parser.add_argument_group("batches")
+    options.add_shared(group, "device", "batch_size", "max_tokens_per_batch", "max_line_characters")
+
+
 def tune(parser: argparse.ArgumentParser) -> None:
     """Search for better values of the fields that a recipe lists in `search`."""
     parser.usage = "%(prog)s [recipe] [--time_budget 30m] [option ...] [--field value ...]"
@@ -142,7 +190,8 @@ def compare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("external scores").add_argument
     add("--scores", type=file, nargs="+", help="files with one score in each line, one for each system")
     add("--scores_name", metavar="NAME", help="name of the external scores [external]")
-    add("--scores_lower_is_better", action="store_true", help="as for MetricX")
+    add("--scores_lower_is_better", action="store_true", help="as for error rates")
+    options.add_judges(parser)
 
 
 def convert(parser: argparse.ArgumentParser) -> None:
@@ -268,5 +317,5 @@ def serve(parser: argparse.ArgumentParser) -> None:
 
 def subcommands() -> tuple[Callable[[argparse.ArgumentParser], None], ...]:
     """Return the functions of this file."""
-    makers = (demo, tokenize, filter, backtranslate, distill, tune, compare, convert, adapt, shortlist, export)
-    return (*makers, attention, explain, average, serve)
+    makers = (demo, tokenize, filter, backtranslate, distill, classify, embed, rerank, tune, compare, convert)
+    return (*makers, adapt, shortlist, export, attention, explain, average, serve)

@@ -1,5 +1,6 @@
 """Tests of OpenAI's API by its client."""
 
+import numpy as np
 import openai
 import pytest
 import requests
@@ -40,6 +41,16 @@ def test_client_completes_prompts(complete, generator):
     rows = generator.generate_n_best(prompts, num_beams=2, num_return_sequences=2)
     assert [choice.text for choice in choices] == [target.text for row in rows for target in row]
     assert [choice.index for choice in choices] == [0, 1, 2, 3]
+
+
+def test_client_gets_embeddings(client, generator):
+    texts = ["the cat", "a dog"]
+    expected = generator.embed(texts)
+    for options in ({}, {"encoding_format": "float"}):
+        answer = client.embeddings.create(model="en-de", input=texts, **options)
+        np.testing.assert_allclose([row.embedding for row in answer.data], expected, atol=1e-6)
+        assert answer.usage.prompt_tokens == len("the cat") + len("a dog") + 2
+    assert client.embeddings.create(model="en-de", input="a dog").data[0].index == 0
 
 
 def test_tokens_stop_and_temperature_have_their_effect(complete, generator):
@@ -121,4 +132,4 @@ def test_client_raises_its_errors(client, complete, model_url):
         with pytest.raises(openai.BadRequestError, match="role user"):
             client.chat.completions.create(model="en-de", messages=messages)
     with pytest.raises(openai.NotFoundError, match="Not Found"):
-        client.embeddings.create(model="en-de", input="a cat")
+        client.moderations.create(input="a cat")
