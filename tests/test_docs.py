@@ -63,11 +63,13 @@ def template(tmp_path_factory):
     # More layers would make the ONNX export as slow as all other commands together.
     model = save_generator(tiny_generator(layers=1), folder / "runs" / "demo")
     names = ["demo_seed_2", "demo_small", "reverse", "text_to_text", "commands", "smol-pairs"]
-    names += ["pairs_3_seeds/seed_42", "g2p_3_seeds/seed_42"]
+    names += ["pairs_3_seeds/stages/seed_42", "g2p_3_seeds/stages/seed_42", "model", "flan-t5"]
     for name in [*names, *(f"multi30k/checkpoint-{step + 1}" for step in range(5))]:
         shutil.copytree(model, folder / "runs" / name)
     for name in ("pairs_3_seeds", "g2p_3_seeds"):
-        (folder / "runs" / name / ENSEMBLE_NAME).write_text('{"models": ["seed_42", "../demo"]}', encoding="utf-8")
+        (folder / "runs" / name / ENSEMBLE_NAME).write_text(
+            '{"models": ["stages/seed_42", "../demo"]}', encoding="utf-8"
+        )
     student = tiny_generator(layers=1, kind="byte_bpe")
     save_generator(student, folder / "runs" / "student")
     made = make_vocabulary_map([("the cat", "eine Katze")], student.tokenizers)
@@ -84,6 +86,10 @@ def template(tmp_path_factory):
     texts |= {"greedy.txt": "ein Hund\nein Hund schläft\n", "beam.txt": "die Katze\ndie Katze schläft\n"}
     texts |= {"test.en": "a cat\na cat schläft\n", "test.de": "eine Katze\neine Katze schläft\n"}
     texts |= dict.fromkeys(("comet_greedy.txt", "comet_beam.txt"), "0.5\n0.7\n")
+    texts |= dict.fromkeys(("dev.en", "a.de", "b.de", "reviews.txt", "texts.txt"), texts["test.en"])
+    texts |= {"dev.es": texts["test.de"], "weights.json": '{"forward": 1, "length": 0, "backward": 1}'}
+    texts |= dict.fromkeys(("dev.nbest", "test.nbest"), "0 ||| a ||| -1\n0 ||| b ||| -2\n1 ||| c ||| -1\n")
+    texts |= {"my_scores.py": next(code for code in CODE if "def brackets" in code)}
     texts |= {"mono.de": "eine Katze schläft\n" * 256, "input.txt": "the cat sleeps\na dog\n"}
     texts |= {
         "page.html": "<p>the <b>cat</b></p>\n<p>a dog</p>\n",
@@ -100,6 +106,12 @@ def template(tmp_path_factory):
         (folder / name).write_text(text, encoding="utf-8")
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 37}
     save_model(folder / "models" / "t5-small", "t5", **sizes)
+    judge = tiny_generator().tokenizers.source
+    judge.add_tokens(["<extra_id_10>"])
+    judge.save_pretrained(folder / "models" / "metricx-24")
+    save_model(
+        folder / "models" / "metricx-24", "mt5", **sizes | {"vocab_size": len(judge), "decoder_start_token_id": 0}
+    )
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 9, "num_attention_heads": 2}
     sizes["vocab_size"] = len(tiny_pair().source)
     save_model(folder / "models" / "SmolLM2-135M", "llama", AutoModelForCausalLM, **sizes)
@@ -196,9 +208,9 @@ def test_command_runs(command, project, monkeypatch, capsys):
     if subcommand == "shortlist":
         # Commands of the page that use the map need it without this one.
         (project / "runs" / "student" / VOCABULARY_MAP_NAME).unlink()
-    if subcommand == "distill":
-        # Another command trains on what this one writes.
-        (project / "distilled.tsv").unlink(missing_ok=True)
+    if subcommand in ("distill", "generate") and "--output" in rest:
+        # Other commands read what this one writes.
+        (project / rest[rest.index("--output") + 1]).unlink(missing_ok=True)
     execute(subcommand, rest)
     if target:
         # The untrained model may write other ends of lines.
@@ -239,9 +251,13 @@ def test_training_command_parses(command, project, monkeypatch):
     if subcommand == "demo":
         # No demo has made this folder, so it would be refused.
         shutil.rmtree(project / "runs" / "demo")
+    for name in ("pairs_3_seeds", "g2p_3_seeds", "pairs"):
+        # Other commands read what these runs leave.
+        shutil.rmtree(project / "runs" / name)
     module = importlib.import_module(f"metaphrase.scripts.{subcommand}")
     end = Mock(side_effect=InterruptedError("parsed"))
     monkeypatch.setattr("metaphrase.choices.completion.complete", end)
+    monkeypatch.setattr("metaphrase.techniques.stages.read_corpus", end)
     for name in ("Experiment", "complete", "train", "Tuning"):
         if subcommand != "train":
             monkeypatch.setattr(module, name, end, raising=False)

@@ -6,7 +6,9 @@ arXiv 2410.03983.
 
 import importlib
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +60,8 @@ def load_judge(name: str, **loading: Any) -> Judge:
     """
     if ":" in name and not Path(name).exists():
         module, _, function_name = name.partition(":")
+        # The installed command does not look for modules in this folder.
+        sys.path.append(os.getcwd())
         try:
             function = getattr(importlib.import_module(module), function_name)
         except (ImportError, AttributeError) as error:

@@ -27,6 +27,7 @@ DIFFERENT |= {"rope_parameters": {"rope_type": "linear", "rope_theta": 5.0, "fac
 DIFFERENT |= {"relative_attention_num_buckets": 6, "relative_attention_max_distance": 33, "initializer_range": 0.05}
 DIFFERENT |= {"norm_type": "layernorm", "norm_position": "post", "attention_scale": 0.5, "activation_dropout": 0.4}
 DIFFERENT |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "dropout": 0.2, "attention_dropout": 0.3}
+DIFFERENT |= {"classifier_dropout": 0.6, "classifier_hidden_layer": False, "classifier_pooling": "last"}
 DIFFERENT |= {"pad_token_id": 5, "bos_token_id": 6, "eos_token_id": [7, 8], "decoder_start_token_id": 9}
 # Such fields need no explanation.
 COMMON = {"use_cache", "is_encoder_decoder", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}

@@ -20,6 +20,7 @@ EARLIER_MODEL = Path(__file__).parents[1] / "fixtures" / "model_saved_at_2d8e445
 HUB_DESIGNS = ["relative", "rotary"]
 MODEL_CLASSES = [MetaphraseModel, MetaphraseForConditionalGeneration, MetaphraseEncoderModel]
 AUTO_CLASSES = dict(zip(("AutoModel", "AutoModelForSeq2SeqLM", "AutoModelForTextEncoding"), MODEL_CLASSES, strict=True))
+HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
@@ -55,6 +56,7 @@ def test_saved_folder_is_complete_and_flat(model_class, tmp_path, monkeypatch):
     assert written["auto_map"] == {
         "AutoConfig": "configuration_metaphrase.MetaphraseConfig",
         **{name: f"modeling_metaphrase.{ours.__name__}" for name, ours in AUTO_CLASSES.items()},
+        **{f"AutoModelFor{head}": f"modeling_metaphrase.MetaphraseFor{head}" for head in HEADS},
     }
     assert written["architectures"] == [model_class.__name__]
 

@@ -100,10 +100,12 @@ def test_source_is_encoded_and_projected_once_per_generation(num_beams):
 
 
 def test_forward_refuses_to_decode_nothing():
-    model = tiny_model()
-    for network in (model, model.model):
-        with pytest.raises(ValueError, match="`decoder_input_ids`"):
-            network(input_ids=torch.tensor([[3, 4]]))
+    model, ids = tiny_model(), torch.tensor([[3, 4]])
+    with pytest.raises(ValueError, match="`decoder_input_ids`"):
+        model(input_ids=ids)
+    # The model without a head then reads the source alone.
+    outputs = model.model(input_ids=ids)
+    assert outputs.last_hidden_state.equal(model.get_encoder()(ids).last_hidden_state)
 
 
 @torch.no_grad()

@@ -81,7 +81,9 @@ class Family:
     has_windows = False
     variable_fields: frozenset[str] = frozenset()
     free = frozenset(("initializer_range", "use_cache", "is_encoder_decoder", "train_padding_embedding"))
-    free |= {"rope_parameters", "encoder_window", "decoder_window"}
+    free |= {"rope_parameters", "encoder_window", "decoder_window", "classifier_dropout"}
+    # A head that classifies texts has its own check.
+    free |= {"classifier_hidden_layer", "classifier_pooling"}
     module_names: Mapping[str, str] = {}
     # Our fields of a head that classifies texts, their field of its dropout, and our and their name of its weights.
     classifier: Mapping[str, Any] = {"classifier_hidden_layer": True, "classifier_pooling": "eos"}
