@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 TAG = "<BT>"
 TEXT_NAME, MIXTURE_NAME = "target.txt", "mixture.jsonl"
-# Lines that are drawn for each pair, and at least.
-_LINES_PER_PAIR, _LEAST_LINES = 20, 200_000
+# Lines that are drawn for each pair, and in all at least and at most. They are in memory.
+_LINES_PER_PAIR, _LEAST_LINES, _MOST_LINES = 20, 200_000, 5_000_000
 # Lines of a chunk, after which the time is looked at.
 _CHUNK = 1024
 # Times that a pair is repeated among more synthetic pairs.
@@ -72,7 +72,7 @@ def write_data(corpus: PairCorpus, folder: Path) -> dict[str, Any]:
                 else:
                     held_out.add(source.strip())
                     scored.add(normal_form(target))
-    most = max(_LEAST_LINES, _LINES_PER_PAIR * sizes["train"])
+    most = min(_MOST_LINES, max(_LEAST_LINES, _LINES_PER_PAIR * sizes["train"]))
     lines, counts = sample_lines(recipe, scored, word_odds(folder / "train.jsonl"), most, longest)
     (folder / TEXT_NAME).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return {"pairs": dict(sizes), "lines": counts, "special_tokens": recipe.additional_special_tokens or []}
