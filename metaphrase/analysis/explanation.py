@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from metaphrase.analysis.alignment import cross_attention, showing_attention
@@ -22,11 +22,10 @@ from metaphrase.tokenization import readable_tokens
 
 NUM_CANDIDATES = 10
 DEFAULT_BEAMS, DEFAULT_TOP_K, DEFAULT_TOP_P = 4, 5, 0.9
-# Options that both searches take. Beam search also takes those of `_BEAM_OPTIONS`.
+# Options that both searches take.
 _SHARED_OPTIONS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "repetition_penalty")
 _SHARED_OPTIONS += ("no_repeat_ngram_size", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id")
 _SHARED_OPTIONS += ("decoder_start_token_id",)
-_BEAM_OPTIONS = ("length_penalty", "early_stopping")
 
 
 @dataclass(frozen=True)
@@ -79,70 +78,57 @@ def _record_beam_search(generator: Generator, source: Sequence[int], options: Ma
     config = generator.model.generation_config
     num_beams = options.get("num_beams") or config.num_beams or 1
     num_beams = num_beams if num_beams > 1 else DEFAULT_BEAMS
-    options = {name: options[name] for name in (*_SHARED_OPTIONS, *_BEAM_OPTIONS) if name in options}
+    names = (*_SHARED_OPTIONS, "length_penalty", "early_stopping")
+    options = {name: options[name] for name in names if name in options}
     options |= {"num_beams": num_beams, "num_return_sequences": num_beams, "do_sample": False}
-    ends = config.eos_token_id
-    recorder = _BeamRecorder(num_beams, {ends} if isinstance(ends, int) else set(ends or []))
-    [results] = decode(generator.model, [source], return_scores=True, logits_processor=[recorder], **options)
-    nodes = recorder.nodes
+    ends = {config.eos_token_id} if isinstance(config.eos_token_id, int) else set(config.eos_token_id or [])
+    nodes: list[BeamNode] = []
+    # For each hypothesis, without the start token, the index of its node.
+    indices: dict[tuple[int, ...], int | None] = {(): None}
+
+    def record(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Record the candidates of a step, as a logits processor that changes no score."""
+        count, num_open, candidates = max(2, 1 + len(ends)) * num_beams, 0, []
+        # The first step has the same prefix in all rows.
+        rows = dict(zip(map(tuple, input_ids[:, 1:].tolist()), scores.float(), strict=True))
+        for prefix in filter(indices.__contains__, rows):
+            parent, total, log_probabilities = indices[prefix], 0.0, rows[prefix]
+            if parent is not None:
+                total = nodes[parent].total
+                nodes[parent].state = "kept"
+            best = log_probabilities.topk(min(count, len(log_probabilities)))
+            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            candidates += [(total + value, prefix, token) for value, token in pairs if value > -1e8]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        for rank, (total, prefix, token) in enumerate(candidates[:count]):
+            node = BeamNode(indices[prefix], input_ids.shape[1] - 1, token, "", total)
+            if token in ends and rank < num_beams:
+                node.state = "finished"
+            elif token not in ends and num_open < num_beams:
+                node.state = "open"  # the next step makes this `kept`
+                num_open += 1
+            indices[*prefix, token] = len(nodes)
+            nodes.append(node)
+        return scores
+
+    [results] = decode(generator.model, [source], return_scores=True, logits_processor=[record], **options)
     for rank, result in enumerate(results, start=1):
-        index = recorder.indices.get(tuple(result.ids))
-        if index is not None:
+        if (index := indices.get(tuple(result.ids))) is not None:
             nodes[index].state, nodes[index].rank, nodes[index].score = "finished", rank, result.score
     for node, token in zip(nodes, readable_tokens(generator.tokenizers.target, [n.id for n in nodes]), strict=True):
         node.token = token
     return BeamTree(num_beams, nodes, results[0].ids)
 
 
-class _BeamRecorder(LogitsProcessor):
-    """Recorder of the candidates of a beam search over one source. Changes no score."""
-
-    def __init__(self, num_beams: int, ends: set[int]):
-        self.num_beams, self.ends = num_beams, ends
-        self.nodes: list[BeamNode] = []
-        # For each hypothesis, without the start token, the index of its node.
-        self.indices: dict[tuple[int, ...], int | None] = {(): None}
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        count, num_open, candidates = max(2, 1 + len(self.ends)) * self.num_beams, 0, []
-        rows: dict[tuple[int, ...], torch.Tensor] = {}
-        for ids, log_probabilities in zip(input_ids[:, 1:].tolist(), scores.float(), strict=True):
-            # The first step has the same prefix in all rows.
-            rows.setdefault(tuple(ids), log_probabilities)
-        for prefix in filter(self.indices.__contains__, rows):
-            parent, total, log_probabilities = self.indices[prefix], 0.0, rows[prefix]
-            if parent is not None:
-                total = self.nodes[parent].total
-                self.nodes[parent].state = "kept"
-            best = log_probabilities.topk(min(count, len(log_probabilities)))
-            for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                if value > -1e8:
-                    candidates.append((total + value, prefix, token))
-        candidates.sort(key=lambda candidate: -candidate[0])
-        for rank, (total, prefix, token) in enumerate(candidates[:count]):
-            node = BeamNode(self.indices[prefix], input_ids.shape[1] - 1, token, "", total)
-            if token in self.ends and rank < self.num_beams:
-                node.state = "finished"
-            elif token not in self.ends and num_open < self.num_beams:
-                # The next step makes this `kept`.
-                node.state = "open"
-                num_open += 1
-            self.indices[*prefix, token] = len(self.nodes)
-            self.nodes.append(node)
-        return scores
-
-
 def _describe_steps(
-    tokenizer: PreTrainedTokenizerBase,
-    logits: torch.Tensor,
-    path: list[int],
-    beam_ids: list[int],
-    seed: int,
-    options: Mapping[str, Any],
+    generator: Generator, source: list[int], path: list[int], beam_ids: list[int], seed: int, options: Mapping[str, Any]
 ) -> list[Step]:
-    """Describe the next tokens at each position of a path, whose pass has the logits `(path, vocab)` in float32."""
-    # On the CPU, for the same draws on every device.
-    logits = logits.cpu()
+    """Describe the next tokens at each position of a path."""
+    model, tokenizer = generator.model, generator.tokenizers.target
+    with evaluating([model]), torch.inference_mode():
+        inputs = forced_inputs(model, [source], [path], options.get("decoder_start_token_id"))
+        # On the CPU, for the same draws on every device.
+        logits = model(**inputs, use_cache=False, return_dict=True).logits[0].float().cpu()
     best = logits.softmax(dim=-1).topk(min(NUM_CANDIDATES, logits.shape[-1]))
     scaled = TemperatureLogitsWarper(float(options.get("temperature") or 1.0))(None, logits)
     top_k, top_p = options.get("top_k") or DEFAULT_TOP_K, float(options.get("top_p") or DEFAULT_TOP_P)
@@ -153,17 +139,15 @@ def _describe_steps(
         drawn = torch.multinomial(probabilities, 1, generator=rng)[:, 0].tolist()
         sizes, shares = (probabilities > 0).sum(dim=-1).tolist(), probabilities.gather(1, best.indices).tolist()
         cuts.append(list(map(Cut, sizes, shares, drawn, readable_tokens(tokenizer, drawn))))
-    steps = []
-    for index, (token, text) in enumerate(zip(path, readable_tokens(tokenizer, path), strict=True)):
-        ids, shares = best.indices[index].tolist(), best.values[index].tolist()
+    steps, texts = [], readable_tokens(tokenizer, path)
+    columns = zip(best.indices.tolist(), best.values.tolist(), path, texts, *cuts, strict=True)
+    for index, (ids, shares, token, text, *both) in enumerate(columns):
         beam_choice = beam_ids[index] if path[:index] == beam_ids[:index] and index < len(beam_ids) else None
-        chosen = token, text, beam_choice, cuts[0][index], cuts[1][index]
-        steps.append(Step(ids, readable_tokens(tokenizer, ids), shares, *chosen))
+        steps.append(Step(ids, readable_tokens(tokenizer, ids), shares, token, text, beam_choice, *both))
     return steps
 
 
-# Padding that the masks show, as in a batch with a longer source.
-MASK_PADDING = 2
+MASK_PADDING = 2  # padding that the masks show, as in a batch with a longer source
 # Masks add the smallest number of a type to a score, or minus infinity. The smallest float16 is -65504.
 MASKED_SCORE = -3e4
 _POSITIONS = re.compile(r"position|relative_attention_bias|rotary|alibi", re.IGNORECASE)
@@ -251,12 +235,11 @@ def explain(
     generation_kwargs = read_options(generation_kwargs)
     attention = cross_attention(generator, source, target, **(generation_kwargs if target is None else {}))
     source_ids, target_ids = attention.source_ids, attention.target_ids
-    start = generation_kwargs.get("decoder_start_token_id")
-    inputs = forced_inputs(model, [source_ids], [target_ids], start)
+    inputs = forced_inputs(model, [source_ids], [target_ids], generation_kwargs.get("decoder_start_token_id"))
     with showing_attention(model), torch.inference_mode():
         with _recording_modules(model) as (stages, positions):
             output = model(**inputs, output_attentions=True, use_cache=False, return_dict=True)
-        masks = _find_masks(model, inputs, len(source_ids), len(target_ids))
+        masks = _find_masks(model, inputs)
     weights, sizes = {}, {"encoder": len(source_ids), "decoder": len(target_ids), "cross": len(source_ids)}
     for name, num_keys in sizes.items():
         layers = getattr(output, f"{name}_attentions", None) or [None]
@@ -268,14 +251,10 @@ def explain(
     shared = {name: value for name, value in generation_kwargs.items() if name in _SHARED_OPTIONS}
     tree = _record_beam_search(generator, source_ids, generation_kwargs)
     [[greedy]] = decode(model, [source_ids], **shared, num_beams=1, do_sample=False, num_return_sequences=1)
-    paths = {"target": target_ids, "greedy": greedy.ids, "beam": tree.best_ids}
-    steps = {}
+    paths, steps = {"target": target_ids, "greedy": greedy.ids, "beam": tree.best_ids}, {}
     for index, (name, ids) in enumerate(paths.items()):
         if ids and ids not in list(paths.values())[:index]:
-            with evaluating([model]), torch.inference_mode():
-                path_inputs = forced_inputs(model, [source_ids], [ids], start)
-                path_logits = model(**path_inputs, use_cache=False, return_dict=True).logits[0].float()
-            steps[name] = _describe_steps(tokenizer, path_logits, ids, tree.best_ids, seed, generation_kwargs)
+            steps[name] = _describe_steps(generator, source_ids, ids, tree.best_ids, seed, generation_kwargs)
     decoder_ids = inputs["decoder_input_ids"][0].tolist()
     missing = [name for name in sizes if name not in weights]
     notes = [f"{name.capitalize()} attention: the model returns no weights for each query and key." for name in missing]
@@ -308,14 +287,12 @@ def explain(
 
 def _group(ids: list[int], tokens: list[str], words: list[str], word_ids: list[int | None] | None) -> Tokens:
     """Group tokens to words. A special token is a word, and without `word_ids` each token is."""
-    labels: list[str] = []
-    groups: list[int] = []
-    last = None
+    labels, groups, previous = [], [], None
     for token, word in zip(tokens, word_ids or [None] * len(tokens), strict=True):
-        if word is None or word != last:
+        if word is None or word != previous:
             labels.append(token if word is None else words[word])
         groups.append(len(labels) - 1)
-        last = word
+        previous = word
     return Tokens(ids, tokens, labels, groups)
 
 
@@ -344,17 +321,15 @@ def _recording_modules(model: PreTrainedModel) -> Iterator[tuple[list[Stage], li
 
 def _read_positions(name: str, output) -> list[PositionMap]:
     """Return the position encoding in a module's output, if it has a known shape."""
-    kind = "rotary" if isinstance(output, tuple) else "added"
     # Cosines show the same angles as the sines that follow them.
-    values = output[0] if isinstance(output, tuple) else output
+    kind, values = ("rotary", output[0]) if isinstance(output, tuple) else ("added", output)
     if not isinstance(values, torch.Tensor):
         return []
     values = values.detach().float().cpu()
     if values.ndim == 4 and len(values) == 1:
         kind, values = "bias", values[0]
     elif values.ndim == 3 and "bias" in name.rpartition(".")[2]:
-        # (query, key, heads) -> (heads, query, key)
-        kind, values = "bias", values.permute(2, 0, 1)
+        kind, values = "bias", values.permute(2, 0, 1)  # (query, key, heads) -> (heads, query, key)
     values = values[None] if values.ndim == 2 else values
     is_known = values.ndim == 3 and (kind == "bias" or len(values) == 1)
     return [PositionMap(name, kind, values.numpy())] if is_known else []
@@ -365,20 +340,18 @@ class _ScoreRecorder(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.masks: dict[tuple[int, int], torch.Tensor] = {}
+        self.masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__name__", "") == "softmax" and args and args[0].ndim >= 3:
-            scores = args[0].flatten(end_dim=-3)
-            mask = (scores > MASKED_SCORE).any(dim=0)
-            self.masks[tuple(mask.shape)] = self.masks.get(tuple(mask.shape), False) | mask
+            mask = (args[0].flatten(end_dim=-3) > MASKED_SCORE).any(dim=0)
+            self.masks[mask.shape] = self.masks.get(mask.shape, False) | mask
         return function(*args, **(kwargs or {}))
 
 
-def _find_masks(
-    model: PreTrainedModel, inputs: dict[str, torch.Tensor], num_source: int, num_target: int
-) -> dict[str, np.ndarray]:
+def _find_masks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Return the masks of a pass with padding, by the scores that enter the softmax; none without positions for the padding."""
+    num_source, num_target = inputs["input_ids"].shape[1], inputs["decoder_input_ids"].shape[1]
     # Shapes tell the kinds of attention apart, if source and target differ in length.
     num_padding = MASK_PADDING + (num_source + MASK_PADDING == num_target)
     width, limit = num_source + num_padding, longest_source(model)
@@ -387,7 +360,7 @@ def _find_masks(
     padding = {"input_ids": model.config.pad_token_id or 0, "attention_mask": 0}
     padded = {name: nn.functional.pad(inputs[name], (0, num_padding), value=value) for name, value in padding.items()}
     with _ScoreRecorder() as recorder:
-        model(**{**inputs, **padded}, output_attentions=True, use_cache=False, return_dict=True)
+        model(**inputs | padded, output_attentions=True, use_cache=False, return_dict=True)
     shapes = {"encoder": (width, width), "decoder": (num_target, num_target), "cross": (num_target, width)}
     masks = {name: recorder.masks[shape].cpu().numpy() for name, shape in shapes.items() if shape in recorder.masks}
     # Rows of padding say nothing: no one reads them.

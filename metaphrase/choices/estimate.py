@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +24,7 @@ from metaphrase.training.model_setup import Data, make_model
 from metaphrase.training.recipe.recipe import CHECKPOINTING, Recipe
 from metaphrase.training.training_loss import TrainingLoss, smooths_labels
 
-# Pairs of a stream that are encoded to count their tokens.
-_ENCODED_PAIRS = 20_000
+_ENCODED_PAIRS = 20_000  # pairs of a stream that are encoded to count their tokens
 # Steps to time, fewer if they take longer than two seconds, and pairs from which their batches are formed.
 TIMED_STEPS, _PLANNED_PAIRS = 12, 20_000
 # A CPU computes 16 times as many tokens as fast: within 10 %, networks of width 128 and 512, one core.
@@ -124,10 +124,7 @@ def plan_batches(
     devices: int,
     length_multiple: int = 1,
 ) -> list[list[int]]:
-    """Return the batches of the first epoch, of all devices, as the trainer will form them.
-
-    Widths are rounded up to `length_multiple`.
-    """
+    """Return the batches that the trainer forms of the first epoch, of all devices. `length_multiple` rounds widths up."""
     seed = data_seed(arguments)
     if max_tokens_per_batch is not None:
         sampler = TokenBudgetSampler(lengths, max_tokens_per_batch, seed, devices, length_multiple=length_multiple)
@@ -177,15 +174,15 @@ def estimate_run(
     multiple = 1 if is_packed else pad_to_multiple_of
     batches = plan_batches(lengths, arguments, max_tokens_per_batch, sharding.devices, multiple)
     padded = -(-lengths // multiple) * multiple
-    shapes = [memory.BatchShape.of(*padded[batch].T, is_packed) for batch in batches]
+    times = 1 if r_drop_start_step is None else 2  # R-Drop passes each batch twice
+    shapes = [memory.BatchShape.of(*padded[times * batch].T, is_packed) for batch in batches]
     source_tokens, target_tokens = (round(scale * count) for count in lengths.sum(axis=0).tolist())
-    computed = scale * sum(shape.source_tokens + shape.target_tokens for shape in shapes)
+    computed = scale / times * sum(shape.source_tokens + shape.target_tokens for shape in shapes)
     batches_per_epoch = round(scale * len(batches))
     steps_per_epoch = math.ceil(math.ceil(batches_per_epoch / sharding.devices) / arguments.gradient_accumulation_steps)
     steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * steps_per_epoch)
-    passes = steps
-    if on_accelerator is None:
-        on_accelerator = arguments.device.type != "cpu"
+    passes = steps if r_drop_start_step is None else steps + max(0, steps - r_drop_start_step)
+    on_accelerator = arguments.device.type != "cpu" if on_accelerator is None else on_accelerator
     stored = next(iter(model.parameters())).element_size()
     # `accelerate launch` sets `mixed_precision`.
     is_half = arguments.bf16 or arguments.fp16 or getattr(arguments, "mixed_precision", "no") in ("bf16", "fp16")
@@ -195,9 +192,6 @@ def estimate_run(
     # transformers has two names for it, and FSDP has a switch of its own.
     fsdp_switch = (arguments.fsdp_plugin_args or {}).get("activation_checkpointing")
     is_checkpointed = any((getattr(arguments, CHECKPOINTING), arguments.gradient_checkpointing, fsdp_switch))
-    if r_drop_start_step is not None:
-        passes += max(0, steps - r_drop_start_step)
-        shapes = [shape.repeated(2) for shape in shapes]
     optimizer, remark = memory.optimizer_bytes(model, arguments)
     state = memory.estimate_states(model, optimizer, precision, sharding, arguments.gradient_accumulation_steps > 1)
     # The batch that needs most memory is among the largest by one of these sizes.
@@ -212,11 +206,8 @@ def estimate_run(
         for shape in nlargest(16, shapes, key=size)
     }
     largest = max(estimates, key=lambda shape: (state.peak(estimates[shape]), sizes[0](shape)))
-    other = memory.estimate_activations(model.config, largest, precision, not is_checkpointed)
-    hours = None
-    if tokens_per_second is not None:
-        tokens = passes * computed / steps_per_epoch
-        hours = tokens / (tokens_per_second * sharding.devices) / 3600
+    tokens = passes * computed / steps_per_epoch
+    hours = None if tokens_per_second is None else tokens / (tokens_per_second * sharding.devices) / 3600
     parameters, trained_parameters = (model.num_parameters(only_trainable=only) for only in (False, True))
     family = model.config.model_type
     notes = (
@@ -237,7 +228,7 @@ def estimate_run(
         largest_batch=largest,
         activations=estimates[largest],
         peak=state.peak(estimates[largest]),
-        other_peak=state.peak(other),
+        other_peak=state.peak(memory.estimate_activations(model.config, largest, precision, not is_checkpointed)),
         pairs=round(scale * len(lengths)),
         source_tokens=source_tokens,
         target_tokens=target_tokens,
@@ -284,17 +275,10 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
     # Larger models are not made for a timing.
     if model.num_parameters() <= 300_000_000 and devices is None:
         rate = _measured_rate(recipe, arguments, make_model(recipe, data), train, lengths)
-    estimate = estimate_run(
-        model,
-        arguments,
-        lengths,
-        max_tokens_per_batch=recipe.max_tokens_per_batch,
-        pad_to_multiple_of=pad_to_multiple_of(arguments),
-        r_drop_start_step=recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None,
-        devices=devices,
-        tokens_per_second=rate,
-        scale=data.corpus.scale,
-    )
+    multiple, start = pad_to_multiple_of(arguments), recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None
+    options: dict[str, Any] = {"devices": devices, "tokens_per_second": rate, "scale": data.corpus.scale}
+    options |= {"pad_to_multiple_of": multiple, "r_drop_start_step": start}
+    estimate = estimate_run(model, arguments, lengths, max_tokens_per_batch=recipe.max_tokens_per_batch, **options)
     if (objective := getattr(train, "objective", None)) is not None and not objective.lengths_are_exact:
         note = "Tokens, and what follows from them, are the most that may come: the objective draws how long its pairs are."
         estimate.notes.append(note)
@@ -319,8 +303,7 @@ def _measured_rate(
         getattr(model, f"{CHECKPOINTING}_enable")()
     model.to(arguments.device).train()
     # The optimizer of a Trainer by default.
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     loss_options = {"loss_of_states": TrainingLoss()} if smooths_labels(model) else {}
     rates, begin = [], time.perf_counter()
     for number in range(TIMED_STEPS + 1):

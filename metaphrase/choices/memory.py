@@ -6,7 +6,7 @@ it is made. Weights, gradients and optimizer may be shared among devices, and ar
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -47,20 +47,14 @@ class BatchShape:
     @classmethod
     def of(cls, source_lengths: Sequence[int], target_lengths: Sequence[int], is_packed: bool) -> "BatchShape":
         """Return the shape of a batch of pairs with these lengths in tokens."""
-        sides = [[int(length) for length in side] for side in (source_lengths, target_lengths)]
-        pairs = len(source_lengths)
-        longest = [max(side) for side in sides]
+        lengths = np.array([source_lengths, target_lengths])
+        longest = lengths.max(axis=1)
         if not is_packed:
-            sides = [pairs * [length] for length in longest]
+            lengths[:] = longest[:, None]
         # A lower bound: packed sequences that are computed together have a grid of one width.
-        source, target = (np.array([grid_width(length) if is_packed else length for length in side]) for side in sides)
+        source, target = np.vectorize(grid_width)(lengths) if is_packed else lengths
         scores = (int(queries @ keys) for queries, keys in ((source, source), (target, target), (target, source)))
-        return cls(pairs, *map(sum, sides), *longest, *scores, is_packed)
-
-    def repeated(self, times: int) -> "BatchShape":
-        """Return the shape of the batch repeated several times, as R-Drop does."""
-        names = ("pairs", "source_tokens", "target_tokens", "source_scores", "target_scores", "cross_scores")
-        return replace(self, **{name: times * getattr(self, name) for name in names})
+        return cls(len(source), *lengths.sum(axis=1).tolist(), *longest.tolist(), *scores, is_packed)
 
 
 @dataclass(frozen=True)
@@ -89,16 +83,6 @@ class ActivationEstimate:
     loss_workspace: int
     backward_workspace: int
     is_checkpointed: bool
-
-    def peak(self, gradients: int = 0, gradients_persist: bool = False, cast_weights: int = 0) -> int:
-        """Return the maximum bytes at a time.
-
-        The weights' gradients appear while activations are freed, or persist from the start if they are accumulated.
-        `cast_weights` are those that autocast converts. Layers that are computed again free them.
-        """
-        first = self.kept_bytes + gradients * gradients_persist
-        backward = max(first, gradients) + self.backward_workspace + (0 if self.is_checkpointed else cast_weights)
-        return max(first + self.loss_workspace + cast_weights, backward)
 
 
 @lru_cache
@@ -144,10 +128,10 @@ def estimate_activations(
         if config.head_transform:
             tensors = 1 + kept_by_activation(config.activation_function)
             loss += tokens * (tensors * element * widths[1] + _norm(config, precision, widths[1]))
-        # Logits and probabilities of a chunk; later a scaled copy of the gradients.
         if config.final_logit_softcapping is not None:
             # All logits, their caps and their probabilities.
             loss += 3 * FLOAT32_BYTES * tokens * vocabulary
+        # Logits and probabilities of a chunk; later a scaled copy of the gradients.
         loss_workspace = max(2 * element * min(chunk_rows(vocabulary), tokens) * vocabulary, weight_gradient)
         # Gradients, beside those of weights, that the backward pass of one layer holds at a time: of output, query, key and
         # value; in a CPU's grid too.
@@ -176,8 +160,7 @@ def _stack(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
     sizes, tokens = config.stack_sizes(STACKS[side]), getattr(shape, f"{side}_tokens")
     heads, norm = sizes.attention_heads, _norm(config, precision, sizes.hidden_size)
     longest = getattr(shape, f"longest_{side}")
-    # Scores of a head in layers whose windows are computed in blocks.
-    block_scores = 0
+    block_scores = 0  # scores of a head in layers whose windows are computed in blocks
     if SLIDING in sizes.layer_types and (side == "source" or (shape.is_packed and not config.merged_attention)):
         (left, right), size = sizes.window, block_size(sizes.window)
         if longest > 1 + (left if side == "target" else min(left, right)):
@@ -199,9 +182,8 @@ def _stack(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
         rows = shape.pairs if side == "source" and shape.is_packed else 1
         width = grid_width(longest) if shape.is_packed else longest
         outside += (1 if is_shared else num_layers) * rows * heads * width**2 * FLOAT32_BYTES
-    blocks = {kind: block_scores if kind == SLIDING else 0 for kind in sizes.layer_types}
-    layers = {kind: _layer(config, shape, precision, side, scores) for kind, scores in blocks.items()}
-    return outside, [layers[kind] for kind in sizes.layer_types]
+    scores = (block_scores * (kind == SLIDING) for kind in sizes.layer_types)
+    return outside, [_layer(config, shape, precision, side, size) for size in scores]
 
 
 def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, side: str, block_scores: int) -> int:
@@ -273,12 +255,9 @@ class Sharding:
     def of(cls, arguments: TrainingArguments, devices: int | None = None) -> "Sharding":
         """Read the training arguments and the environment of `accelerate launch`, for the devices of this run by default."""
         devices = arguments.world_size if devices is None else devices
-        zero = None
-        if arguments.deepspeed:
-            zero = arguments.hf_deepspeed_config.config.get("zero_optimization", {})
-        elif parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-            zero = DeepSpeedPlugin().deepspeed_config.get("zero_optimization", {})
-        if zero is not None:
+        if arguments.deepspeed or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+            settings = arguments.hf_deepspeed_config if arguments.deepspeed else DeepSpeedPlugin().hf_ds_config
+            zero = settings.config.get("zero_optimization") or {}
             offload = (zero.get("offload_optimizer") or {}).get("device", "none")
             bucket = zero.get("reduce_bucket_size", 5 * 10**8)
             bucket = int(bucket) if isinstance(bucket, int | float) else 0
@@ -288,9 +267,8 @@ class Sharding:
             reshards = plugin.get("reshard_after_forward", os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"))
             offloads = plugin.get("cpu_offload", parse_flag_from_env("FSDP_OFFLOAD_PARAMS"))
             stage = 2 if str(reshards).lower() in ("false", "shard_grad_op", "2") else 3
-            accumulation = arguments.accelerator_config.gradient_accumulation_kwargs or {}
-            syncs_each_batch = accumulation.get("sync_each_batch", False)
-            return cls(devices, stage, "fsdp", bool(offloads), syncs_each_batch=syncs_each_batch)
+            sync = (arguments.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", False)
+            return cls(devices, stage, "fsdp", bool(offloads), syncs_each_batch=sync)
         return cls(devices)
 
     def __str__(self) -> str:
@@ -342,9 +320,13 @@ class StateMemory:
     gradients_persist: bool
 
     def peak(self, activations: ActivationEstimate) -> int:
-        """Return the maximum bytes at a time."""
+        """Return the maximum bytes at a time. Gradients that do not persist appear while activations are freed."""
         fixed = self.weights + self.gathered_weights + self.buffers + self.optimizer
-        return fixed + activations.peak(self.gradients, self.gradients_persist, self.cast_weights)
+        first = activations.kept_bytes + self.gradients * self.gradients_persist
+        # Layers that are computed again free the weights that autocast converts.
+        cast_weights = 0 if activations.is_checkpointed else self.cast_weights
+        backward = max(first, self.gradients) + activations.backward_workspace + cast_weights
+        return fixed + max(first + activations.loss_workspace + self.cast_weights, backward)
 
 
 def estimate_states(
@@ -359,9 +341,8 @@ def estimate_states(
     def share(size: int, first_stage: int) -> int:
         return -(-size // devices) if stage >= first_stage else size
 
-    parameters = list(model.parameters())
-    trained_parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    weights, trained = (sum(p.numel() * p.element_size() for p in group) for group in (parameters, trained_parameters))
+    states = [(weight.numel() * weight.element_size(), weight.requires_grad) for weight in model.parameters()]
+    weights, trained = sum(size for size, _ in states), sum(size for size, is_trained in states if is_trained)
     is_deepspeed, is_fsdp = (sharding.engine == engine for engine in ("deepspeed", "fsdp"))
     keeps_whole_gradients = is_fsdp and accumulates and not sharding.syncs_each_batch
     if is_deepspeed and precision.compute_bytes < FLOAT32_BYTES:
@@ -377,17 +358,15 @@ def estimate_states(
     gathered, buffers = 0, trained * (devices > 1)
     if sharding.engine != "ddp":
         # FSDP casts and DeepSpeed fills buckets on one device too.
-        element = precision.compute_bytes
-        entries, trained_entries = (model.num_parameters(only_trainable=only) for only in (False, True))
-        names = set(model._no_split_modules or ())
-        layers = [module for module in model.modules() if type(module).__name__ in names]
+        element, entries = precision.compute_bytes, model.num_parameters()
+        layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
         sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
         # The next layer is gathered during the computation of one. Weights outside layers stay.
         units = element * min(2 * max(sizes, default=0) + entries - sum(sizes), entries)
         gathered = units if stage == 3 else element * entries * is_fsdp
         buffers = 2 * element * min(sharding.bucket_entries, entries) if is_deepspeed else units
         if keeps_whole_gradients:
-            buffers = element * trained_entries
+            buffers = element * model.num_parameters(only_trainable=True)
     is_away = sharding.is_offloaded and is_fsdp
     return StateMemory(
         weights=0 if is_away else share(weights, 2 if is_fsdp else 3),

@@ -3,9 +3,9 @@
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
-from itertools import chain
+from itertools import chain, tee
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ _KNOWN_DETERMINERS = (*[DEFINITE] * 6, *grammar.POSSESSIVES, grammar.THIS)
 _NEGATED_DETERMINERS = (*_KNOWN_DETERMINERS, *[INDEFINITE] * 8)
 _PLACE_DETERMINERS = (*[DEFINITE] * 8, INDEFINITE, grammar.THIS)
 _STATES = tuple(adjective for adjective in ADJECTIVES if adjective.is_state)
+_PERSONS = tuple(noun for noun in NOUNS if noun.kind == "person")
 
 
 @cache
@@ -150,9 +151,8 @@ class Sampler:
             colours = () if predicate.is_colour else _adjectives_of(subject.noun, True)
             if colours and self._chance(0.25):
                 subject = replace(subject, adjectives=(self._pick(colours),))
-        frequency = None
-        if predicate.is_state and not is_negated and not modal and self._chance(0.25):
-            frequency = self._pick(grammar.FREQUENCIES)
+        has_frequency = predicate.is_state and not is_negated and not modal and self._chance(0.25)
+        frequency = self._pick(grammar.FREQUENCIES) if has_frequency else None
         if modal:
             modal = grammar.SHOULD if is_negated else self._pick((grammar.MUST, grammar.SHOULD))
         return Clause(subject, BE, is_past, modal, is_negated, predicate=predicate, frequency=frequency)
@@ -174,8 +174,7 @@ class Sampler:
                 relative = replace(relative, **self._objects(relative, is_simple=True))
         else:
             verb = self._pick(with_object)
-            subject = self._subject(verb, is_simple=True)
-            relative = Clause(subject, verb, clause.is_past, direct_object=pronoun)
+            relative = Clause(self._subject(verb, is_simple=True), verb, clause.is_past, direct_object=pronoun)
         return replace(clause, **{role: replace(phrase, relative=relative)})
 
     def _subject(self, verb: grammar.Verb, is_known: bool = False, is_simple: bool = False) -> grammar.Nominal:
@@ -186,24 +185,23 @@ class Sampler:
             return grammar.Coordination(*(self._noun_phrase(nouns, is_known=True, adjectives=0) for _ in range(2)))
         return self._noun_phrase(nouns, is_known, 0.2 if is_simple else 0.4)
 
-    def _objects(self, clause: Clause, is_simple: bool) -> dict[str, grammar.Nominal]:
+    def _objects(self, clause: Clause, is_simple: bool) -> dict[str, grammar.Nominal | None]:
         verb, subject = clause.verb, clause.subject
         # *Heute hilft ein Lehrer mir* would be odd: an object pronoun wants a subject that is known.
         known = *_KNOWN_DETERMINERS, grammar.RELATIVE
         may_be_pronoun = not isinstance(subject, NounPhrase) or subject.determiner in known
         if "person" in verb.objects and may_be_pronoun and self._chance(0.25):
             return {"direct_object": self._object_pronoun(subject)}
-        objects: dict[str, grammar.Nominal] = {}
-        if verb.is_ditransitive and may_be_pronoun and self._chance(0.4):
-            objects["indirect_object"] = self._object_pronoun(subject)
-        elif verb.is_ditransitive:
-            objects["indirect_object"] = self._noun_phrase(_nouns_of(("person",)), True, 0.1)
+        indirect = None
+        if verb.is_ditransitive:
+            is_pronoun = may_be_pronoun and self._chance(0.4)
+            indirect = self._object_pronoun(subject) if is_pronoun else self._noun_phrase(_PERSONS, True, 0.1)
         adjectives = 0.25 if is_simple or verb.is_ditransitive else 0.5
         determiners = _NEGATED_DETERMINERS if clause.is_negated else _DETERMINERS
         direct = self._noun_phrase(_nouns_of(verb.objects), adjectives=adjectives, determiners=determiners)
         if clause.is_negated and direct.determiner in grammar.NUMBERS:
             direct = replace(direct, determiner=BARE)
-        return objects | {"direct_object": direct}
+        return {"indirect_object": indirect, "direct_object": direct}
 
     def _object_pronoun(self, subject: grammar.Nominal) -> grammar.Pronoun:
         """Draw a pronoun that does not mean the subject: no *I see me*, no *we see me*."""
@@ -233,17 +231,14 @@ class Sampler:
         determiners: Sequence[grammar.Determiner] = _DETERMINERS,
     ) -> NounPhrase:
         """Draw a noun phrase. `is_known` allows only *the*, *this*, *my*; `adjectives` is the probability of an adjective."""
-        noun = self._pick(nouns)
-        while noun in self._used:
-            noun = self._pick(nouns)
+        while (noun := self._pick(nouns)) in self._used:
+            pass
         self._used.append(noun)
-        described: tuple[grammar.Adjective, ...] = ()
+        groups: list[tuple[grammar.Adjective, ...]] = []
         if self._chance(adjectives):
             plain, colours = _adjectives_of(noun, False), _adjectives_of(noun, True)
-            if colours and self._chance(0.12):
-                described = self._pick(plain), self._pick(colours)
-            else:
-                described = (self._pick(plain + colours),)
+            groups = [plain, colours] if colours and self._chance(0.12) else [plain + colours]
+        described = tuple(map(self._pick, groups))
         determiner = self._pick(_KNOWN_DETERMINERS if is_known else determiners)
         is_possessive, is_parent = determiner in grammar.POSSESSIVES, noun.english in ("mother", "father")
         is_plural = noun.plural is not None and self._chance(0.3) and not (is_parent and is_possessive)
@@ -254,11 +249,10 @@ class Sampler:
         elif (determiner is grammar.EVERY and has_no_one) or (is_possessive and not noun.can_be_owned):
             determiner = DEFINITE
         elif determiner is DEFINITE and noun.can_be_owned and self._chance(0.1):
-            owner = self._pick([person for person in _nouns_of(("person",)) if person not in self._used])
+            owner = self._pick([person for person in _PERSONS if person not in self._used])
             self._used.append(owner)
-            possessor = NounPhrase(
-                owner, self._pick(grammar.POSSESSIVES) if owner.can_be_owned and self._chance(0.4) else DEFINITE
-            )
+            has_owner = owner.can_be_owned and self._chance(0.4)
+            possessor = NounPhrase(owner, self._pick(grammar.POSSESSIVES) if has_owner else DEFINITE)
         return NounPhrase(noun, determiner, is_plural, described, possessor)
 
 
@@ -277,14 +271,13 @@ _NUMBERS = {word: number for words in (NOUNS, ADJECTIVES, grammar.VERBS) for num
 _CAT = next(noun for noun in NOUNS if noun.english == "cat")
 _BLACK = next(adjective for adjective in ADJECTIVES if adjective.english == "black")
 _TEST_REST = (_NUMBERS[_BLACK] + _NUMBERS[_CAT]) % _HELD_OUT_MODULUS
-_VALIDATION_REST = (_TEST_REST + _HELD_OUT_MODULUS // 2) % _HELD_OUT_MODULUS
+_HELD_OUT = {_TEST_REST: "test", (_TEST_REST + _HELD_OUT_MODULUS // 2) % _HELD_OUT_MODULUS: "validation"}
 FIRST_TEST_SENTENCE = Sentence(Clause(NounPhrase(_CAT, DEFINITE), BE, predicate=_BLACK))
 
 
 def split_of_combination(combination: Combination) -> str:
     """Return the split of a combination of two words: "train" for seven in eight."""
-    rest = sum(_NUMBERS[word] for word in combination) % _HELD_OUT_MODULUS
-    return {_TEST_REST: "test", _VALIDATION_REST: "validation"}.get(rest, "train")
+    return _HELD_OUT.get(sum(_NUMBERS[word] for word in combination) % _HELD_OUT_MODULUS, "train")
 
 
 def _nouns(nominal: grammar.Nominal | None) -> list[grammar.Noun]:
@@ -302,7 +295,7 @@ def combinations(part: Any) -> Iterator[Combination]:
             yield (part.predicate, noun) if part.verb is BE else (noun, part.verb)
         yield from ((part.verb, noun) for noun in _nouns(part.indirect_object) + _nouns(part.direct_object))
     if isinstance(part, _STRUCTURES):
-        yield from chain.from_iterable(combinations(getattr(part, field.name)) for field in fields(part))
+        yield from chain.from_iterable(map(combinations, vars(part).values()))
 
 
 def split_of_sentence(sentence: Sentence) -> str | None:
@@ -322,9 +315,7 @@ def _draw(seed: int, max_draws: int) -> Iterator[tuple[str, Sentence]]:
         sentence = sampler.sentence()
         if split := split_of_sentence(sentence):
             yield split, sentence
-    raise MetaphraseError(
-        f"The counts of pairs must be within what the grammar gives: not reached in {max_draws} draws."
-    )
+    raise MetaphraseError(f"Counts of pairs must be within what the grammar gives: not reached in {max_draws} draws.")
 
 
 def make_demo_corpus(
@@ -339,25 +330,21 @@ def make_demo_corpus(
     # The words of a sentence, and so its English, decide its split.
     pairs: dict[str, dict[str, str]] = {split: {} for split in SPLITS}
     pairs["test"][grammar.to_english(FIRST_TEST_SENTENCE)] = grammar.to_german(FIRST_TEST_SENTENCE)
-    draws = (
+    draws, candidates = tee(
         (split, (english, grammar.to_german(sentence)))
         for split, sentence in _draw(seed, max_draws=20 * sum(counts.values()) + 1000)
         if MIN_WORDS <= len(words_of(english := grammar.to_english(sentence))) <= MAX_WORDS
     )
-    held_out = []
     while len(pairs["train"]) < num_train:
         split, pair = next(draws)
         if split == "train":
             pairs["train"].setdefault(*pair)
-        else:
-            held_out.append((split, pair))
     frequencies = Counter(word for pair in pairs["train"].items() for line in pair for word in words_of(line))
     threshold = min(MIN_OCCURRENCES, max(1, MIN_OCCURRENCES * num_train // _DEFAULT_NUM_TRAIN))
-    candidates = chain(held_out, draws)
     while any(len(pairs[split]) < counts[split] for split in ("validation", "test")):
         split, pair = next(candidates)
-        is_familiar = all(frequencies[word] >= threshold for line in pair for word in words_of(line))
-        if is_familiar and len(pairs[split]) < counts[split]:
+        is_open = len(pairs[split]) < counts[split]
+        if is_open and all(frequencies[word] >= threshold for line in pair for word in words_of(line)):
             pairs[split].setdefault(*pair)
     return {split: list(part.items()) for split, part in pairs.items()}
 

@@ -3,11 +3,9 @@
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-import anyio
 from fastapi import FastAPI
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry, generate_latest
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from metaphrase.serving import deepl, huggingface, libretranslate, openai, ui
@@ -22,14 +20,14 @@ def make_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         # All requests are answered by now.
-        await anyio.to_thread.run_sync(service.batcher.close)
+        service.batcher.close()
 
     registry = CollectorRegistry()
-    cors = Middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
-    # The gate comes behind, so that a browser can read its refusals.
-    middleware = [cors, Middleware(Gate, service=service, registry=registry)]
-    options = {"middleware": middleware, "lifespan": lifespan, "exception_handlers": ERROR_HANDLERS}
-    app = FastAPI(title="Metaphrase", summary="Sequence-to-sequence models as a service", **options)
+    app = FastAPI(title="Metaphrase", lifespan=lifespan, exception_handlers=ERROR_HANDLERS)
+    app.summary = "Sequence-to-sequence models as a service"
+    app.add_middleware(Gate, service=service, registry=registry)
+    # The last one comes first, so that a browser can read the refusals of the gate.
+    app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     for api in (huggingface, libretranslate, deepl, openai, ui):
         app.include_router(api.make_router(service))
 

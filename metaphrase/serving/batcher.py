@@ -97,8 +97,7 @@ class Batcher:
         self.observe: Callable[[int, int, int], None] = lambda *counts: None
         self._seconds_per_token = self._batch_seconds = 0.0
         self._condition = threading.Condition()
-        # torch has one stream of random numbers.
-        self._random_lock = threading.Lock()
+        self._random_lock = threading.Lock()  # torch has one stream of random numbers
         self._searches: list[_Search] = []
         self._turns = itertools.cycle(_ORDERS)
         # The numbers of sentences of the batches that are decoded, and the calls, the first of which runs.
@@ -154,9 +153,8 @@ class Batcher:
 
     def call(self, ticket: Ticket, function: Callable[[], Result]) -> Result:
         """Run a function, such as an alignment, while no thread decodes. Errors are those of `generate`."""
-        with self._condition:
-            # No other batch begins until the call ends.
-            self._calls.append(call := object())
+        # No other batch begins until the call ends.
+        self._calls.append(call := object())
         try:
             with self._condition:
                 if not self._condition.wait_for(lambda: not self._running and self._calls[0] is call, ticket.check()):
@@ -237,12 +235,10 @@ class Batcher:
                 rows += [(other, index) for index in other.waiting[max(0, middle - size) : middle + size]]
         lengths, first = [other.lengths[index] for other, index in rows], rows.index((search, longest))
         batches = batches_by_length(lengths, size, self._most_tokens(generator))
-        taken = {rows[row]: lengths[row] for row in next(batch for batch in batches if first in batch)}
-        for (other, _), length in taken.items():
-            other.num_tokens -= length
+        taken = dict.fromkeys(rows[row] for row in next(batch for batch in batches if first in batch))
         for other in {other for other, _ in taken}:
-            gone = {index for owner, index in taken if owner is other}
-            other.waiting = [index for index in other.waiting if index not in gone]
+            other.waiting = [index for index in other.waiting if (other, index) not in taken]
+            other.num_tokens = sum(other.lengths[index] for index in other.waiting)
         return list(taken)
 
     def _most_tokens(self, generator: Generator) -> int:
@@ -272,10 +268,8 @@ class Batcher:
         with self._condition:
             for (search, index), row in zip(rows, hypotheses, strict=True):
                 search.results[index] = row
-            # Only one thread sees a search complete.
-            complete = [search for search in searches if len(search.results) == len(search.lengths)]
-        for search in complete:
-            search.future.set_result(None)
+                if len(search.results) == len(search.lengths):
+                    search.future.set_result(None)
 
     def _fail(self, search: _Search, error: Exception) -> None:
         if search in self._searches:

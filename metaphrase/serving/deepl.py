@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
-from metaphrase.serving.models import base_code, name_of, read_body, schema_of
+from metaphrase.serving.models import KINDS, base_code, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service
 from metaphrase.texts.plan import Terms
 
@@ -49,7 +49,7 @@ def make_router(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v2", tags=["DeepL"])
     num_characters = 0
 
-    @router.post("/translate", openapi_extra=schema_of(Texts, "application/json", "application/x-www-form-urlencoded"))
+    @router.post("/translate", openapi_extra=schema_of(Texts, *KINDS))
     async def translate(request: Request) -> Response:
         nonlocal num_characters
         body = await read_body(request, Texts, lists=("text", "ignore_tags"))
@@ -59,16 +59,11 @@ def make_router(service: Service) -> APIRouter:
             raise HTTPException(404, f"The glossary must be one of the server's ({known}), got {name!r}.")
         if body.split_sentences == "nonewlines" and body.tag_handling is None:
             texts = [_LINE_BREAK.sub(" ", text) for text in texts]
-        query = Query(
-            texts,
-            source_lang=body.source_lang,
-            target_lang=body.target_lang,
-            text_format=body.tag_handling or "text",
-            split_sentences=body.split_sentences != "0",
-            terms=service.glossaries[name] if name else Terms(),
-            # A form has one field for all tags.
-            keep_tags=[tag for tags in body.ignore_tags for tag in tags.split(",") if tag],
-        )
+        # A form has one field for all tags.
+        tags = [tag for tags in body.ignore_tags for tag in tags.split(",") if tag]
+        terms = service.glossaries[name] if name else Terms()
+        text_format, is_split = body.tag_handling or "text", body.split_sentences != "0"
+        query = Query(texts, body.source_lang, body.target_lang, text_format, is_split, terms, tags)
         targets, confidences = await service.run(request, query, partial(service.translate_texts, query))
         num_characters += sum(map(len, body.text))
         rows = []

@@ -23,8 +23,7 @@ from metaphrase.storage.hints import explain_error
 
 logger = logging.getLogger(__name__)
 
-# Paths without a key: no text goes there.
-PUBLIC_PATHS = ("/health", "/ui", "/ui/settings", "/docs", "/openapi.json")
+PUBLIC_PATHS = ("/health", "/ui", "/ui/settings", "/docs", "/openapi.json")  # without a key: no text goes there
 WRONG_KEY = "The API key must be one of the server's."
 FAILURE = "The server failed to answer this request."
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -108,8 +107,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         case ValueError():
             raise error
         case _:
-            # nginx's status for a client that closed the connection; nobody reads it.
-            status = 499
+            status = 499  # nginx's status for a client that closed the connection; nobody reads it
     return error_response(request.url.path, status, message, headers)
 
 
@@ -129,8 +127,7 @@ class Gate:
         tokens = Counter("tokens", "Tokens that the models read or wrote", ("side",), **place)
         waiting = Gauge("sentences_waiting", "Sentences that wait for the engine", **place)
         waiting.set_function(lambda: service.batcher.num_waiting)
-        running = Gauge("requests_running", "Requests that wait or run", **place)
-        running.set_function(lambda: service.num_requests)
+        Gauge("requests_running", "Requests that wait or run", **place).set_function(lambda: service.num_requests)
 
         def observe(num_sentences: int, num_source_tokens: int, num_target_tokens: int) -> None:
             sentences.inc(num_sentences)

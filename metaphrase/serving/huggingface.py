@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
-from metaphrase.serving.service import Query, Service, answer, cut_at, stream_target
+from metaphrase.serving.service import Query, Service, answer, cut_at, make_query, stream_target
 
 _GENERATED = "generated_text"
 _OUTPUTS = {"translation": "translation_text", "summarization": "summary_text", "text2text-generation": _GENERATED}
@@ -48,23 +48,33 @@ def make_router(service: Service) -> APIRouter:
     """Return the endpoints."""
     router = APIRouter(tags=["Hugging Face"])
 
+    async def describe(model: ServedModel, query: Query, targets: list[str], is_finished: bool) -> dict[str, Any]:
+        num_source_tokens, num_tokens = await service.run_in_thread(lambda: model.count_tokens(query.texts, targets))
+        counts = {"generated_tokens": num_tokens, "input_length": num_source_tokens, "seed": None}
+        return {"finish_reason": "eos_token" if is_finished else "length"} | counts
+
+    async def send_events(model: ServedModel, query: Query) -> AsyncIterator[dict[str, Any]]:
+        """Yield one event for each piece, and one with the whole text."""
+        texts, token = [], {"id": 0, "text": "", "logprob": 0.0, "special": True}
+        async for piece, reason in stream_target(service, model, query):
+            if piece:
+                written = token | {"text": piece, "special": False}
+                yield {"index": len(texts), "token": written, "generated_text": None, "details": None}
+                texts.append(piece)
+            if reason is not None:
+                text = "".join(texts)
+                details = await describe(model, query, [text], reason == "stop")
+                yield {"index": len(texts), "token": token, "generated_text": text, "details": details}
+
     async def generate(request: Request) -> Response:
         body = await read_body(request, Inputs)
         parameters, path = body.parameters or Parameters(), request.url.path
         options = {**(parameters.model_extra or {}), **(parameters.generate_parameters or {})}
         options = {name: value for name, value in options.items() if name not in _IGNORED and value is not None}
-        query = Query(
-            [body.inputs] if isinstance(body.inputs, str) else body.inputs,
-            source_lang=parameters.src_lang,
-            target_lang=parameters.tgt_lang,
-            num_targets=options.pop("num_return_sequences", 1),
-            stops=parameters.stop or (),
-            seed=parameters.seed,
-            options=options,
-        )
+        query = make_query(body.inputs, parameters, options.pop("num_return_sequences", 1), options)
         model = service.find_model(body.model)
         if body.stream or path == _STREAM:
-            return await stream_response(path, _events(service, model, query))
+            return await stream_response(path, send_events(model, query))
         targets = await service.run(request, query, partial(answer, model, query))
         # Clients of all tasks post to the root.
         names = [_PATHS[path]] if path in _PATHS else [_OUTPUTS[model.task], _GENERATED]
@@ -72,32 +82,10 @@ def make_router(service: Service) -> APIRouter:
         rows = [dict.fromkeys(names, text) for text in texts]
         if parameters.details:
             # The count is that of all targets.
-            details = await _make_details(service, model, query, texts, not request.state.num_unfinished)
+            details = await describe(model, query, texts, not request.state.num_unfinished)
             rows = [row | {"details": details | {"prefill": [], "tokens": []}} for row in rows]
         return JSONResponse(rows)
 
     for path in ("/", *_PATHS, _STREAM):
         router.add_api_route(path, generate, methods=["POST"], openapi_extra=schema_of(Inputs))
     return router
-
-
-async def _events(service: Service, model: ServedModel, query: Query) -> AsyncIterator[dict[str, Any]]:
-    """Yield one event for each piece, and one with the whole text."""
-    texts, token = [], {"id": 0, "text": "", "logprob": 0.0, "special": True}
-    async for piece, reason in stream_target(service, model, query):
-        if piece:
-            written = token | {"text": piece, "special": False}
-            yield {"index": len(texts), "token": written, "generated_text": None, "details": None}
-            texts.append(piece)
-        if reason is not None:
-            text = "".join(texts)
-            details = await _make_details(service, model, query, [text], reason == "stop")
-            yield {"index": len(texts), "token": token, "generated_text": text, "details": details}
-
-
-async def _make_details(
-    service: Service, model: ServedModel, query: Query, targets: list[str], is_finished: bool
-) -> dict[str, Any]:
-    num_source_tokens, num_tokens = await service.run_in_thread(lambda: model.count_tokens(query.texts, targets))
-    reason = "eos_token" if is_finished else "length"
-    return {"finish_reason": reason, "generated_tokens": num_tokens, "input_length": num_source_tokens, "seed": None}

@@ -16,16 +16,14 @@ from starlette.exceptions import HTTPException
 from metaphrase.errors import MetaphraseError
 from metaphrase.serving.batcher import Ticket
 from metaphrase.serving.gate import WRONG_KEY, read_key
-from metaphrase.serving.models import base_code, identify_languages, name_of, read_body, schema_of
+from metaphrase.serving.models import KINDS, base_code, identify_languages, name_of, read_body, schema_of
 from metaphrase.serving.service import Query, Service, check_query
 from metaphrase.texts.whole_texts import FILE_SUFFIXES, read_file
 
 _MOST_FILES = 64  # translated files that the server keeps, until further ones come
 _UNPACKED = 16  # a document may unpack to so many times the largest body
-# No API has so many fields. They bound the work for a form.
-_MAX_FORM_FIELDS = 100
+_MAX_FORM_FIELDS = 100  # no API has so many fields; they bound the work for a form
 _FORMATS = {".txt": "text", ".html": "html", ".htm": "html"}
-_KINDS = ("application/json", "application/x-www-form-urlencoded")
 
 
 class Text(BaseModel):
@@ -68,7 +66,7 @@ def make_router(service: Service) -> APIRouter:
                 raise MetaphraseError(f"{code} is not supported{hint}")
         return {"source_lang": None if body.source == "auto" else body.source, "target_lang": body.target}
 
-    @router.post("/translate", openapi_extra=schema_of(Texts, *_KINDS))
+    @router.post("/translate", openapi_extra=schema_of(Texts, *KINDS))
     async def translate(request: Request) -> Response:
         body = await read_body(request, Texts)
         languages, texts = check(request, body), [body.q] if isinstance(body.q, str) else body.q
@@ -82,8 +80,7 @@ def make_router(service: Service) -> APIRouter:
         if body.alternatives:
             # Two sentences may give the same text.
             fields["alternatives"] = [[text for text in dict.fromkeys(row) if text != row[0]] for row in targets]
-        is_list = isinstance(body.q, list)
-        return JSONResponse(fields if is_list else {name: values[0] for name, values in fields.items()})
+        return JSONResponse(fields if isinstance(body.q, list) else {name: row[0] for name, row in fields.items()})
 
     files: dict[str, bytes] = {}
 
@@ -129,7 +126,7 @@ def make_router(service: Service) -> APIRouter:
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return Response(files[name], media_type="application/octet-stream", headers=headers)
 
-    @router.post("/detect", openapi_extra=schema_of(Text, *_KINDS))
+    @router.post("/detect", openapi_extra=schema_of(Text, *KINDS))
     async def detect(request: Request) -> Response:
         body = await read_body(request, Text)
         check(request, body)

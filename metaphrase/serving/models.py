@@ -22,8 +22,7 @@ from metaphrase.tokenization.tokenizer_pair import has_languages
 
 TASKS = ("translation", "summarization", "text2text-generation")
 # ISO 639-1 code, ISO 639-3 code (as in NLLB's tokenizer), English name, and a sentence for a few languages.
-_TABLE = Path(__file__).with_name("languages.tsv").read_text(encoding="utf-8")
-_ROWS = [line.split("\t") for line in _TABLE.splitlines()]
+_ROWS = [line.split("\t") for line in Path(__file__).with_name("languages.tsv").read_text("utf-8").splitlines()]
 NAMES = {code: name for code, _, name, *_ in _ROWS}
 EXAMPLES = {row[0]: row[3] for row in _ROWS if row[3:]}
 _SHORT = {long: code for code, long, *_ in _ROWS}
@@ -46,9 +45,8 @@ class ServedModel:
             # A recipe may have any task.
             raise MetaphraseError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
         self.name, self.task, self.generator, self.batcher = name, task, generator, batcher
-        self._codes: dict[str, str] = {}
-        if languages is None and has_languages(generator.tokenizers.source):
-            self._codes = codes_of_tokenizer(generator.tokenizers.source)
+        is_multilingual = languages is None and has_languages(generator.tokenizers.source)
+        self._codes = codes_of_tokenizer(generator.tokenizers.source) if is_multilingual else {}
         sides = ([base_code(code)] for code in languages) if languages else (list(self._codes),) * 2
         self.source_languages, self.target_languages = sides
         self._variants: dict[tuple, tuple[Generator, dict[str, int]]] = {}
@@ -77,11 +75,9 @@ class ServedModel:
         task = task or recipe.get("task") or ("translation" if is_translation else "text2text-generation")
         return cls(name or Path(path).resolve().name, generator, batcher, languages=languages, task=task)
 
-    def open(
-        self, ticket: Ticket, source_lang: str | None, target_lang: str | None
-    ) -> tuple[Generator, dict[str, int]]:
+    def open(self, ticket: Ticket, source: str | None, target: str | None) -> tuple[Generator, dict[str, int]]:
         """Return a generator for one request from and to two languages, and the generation options for its target language."""
-        generator, options, pair = self.generator, {}, (source_lang, target_lang)
+        generator, options, pair = self.generator, {}, (source, target)
         for code, known in zip(pair, (self.source_languages, self.target_languages), strict=True):
             if code and known and base_code(code) not in known:
                 raise UnknownModelError(f"The model {self.name!r} must know the language {code!r}, got {known}.")
@@ -152,7 +148,7 @@ def identify_languages(texts: Sequence[str], codes: Sequence[str]) -> list[list[
 
 
 Fields = TypeVar("Fields", bound=BaseModel)
-_FORM = "application/x-www-form-urlencoded"
+KINDS = _, _FORM = "application/json", "application/x-www-form-urlencoded"
 
 
 async def read_body(request: Request, fields: type[Fields], *, lists: tuple[str, ...] = ()) -> Fields:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from metaphrase.errors import MetaphraseError
 from metaphrase.serving.gate import stream_response
 from metaphrase.serving.models import ServedModel, read_body, schema_of
-from metaphrase.serving.service import Query, Service, answer, cut_at, stream_target
+from metaphrase.serving.service import Query, Service, answer, cut_at, make_query, stream_target
 
 # Values that change nothing, which clients send.
 _DEFAULTS = {"best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "presence_penalty": 0, "suffix": ""}
@@ -124,15 +124,8 @@ def _read_query(body: Prompts, texts: list[str]) -> Query:
     if body.temperature == 0:
         fields |= {"temperature": None, "top_p": None, "do_sample": False, "num_beams": 1}
     options = [*(body.model_extra or {}).items(), *fields.items()]
-    return Query(
-        texts,
-        source_lang=body.src_lang,
-        target_lang=body.tgt_lang,
-        num_targets=body.n or 1,
-        stops=[body.stop] if isinstance(body.stop, str) else body.stop or (),
-        seed=body.seed,
-        options={name: value for name, value in options if value not in (None, _DEFAULTS.get(name))},
-    )
+    options = {name: value for name, value in options if value not in (None, _DEFAULTS.get(name))}
+    return make_query(texts, body, body.n or 1, options)
 
 
 async def _events(
@@ -144,16 +137,14 @@ async def _events(
         yield frame | {"choices": [_choice(frame["object"], piece, reason, is_first=not texts)]}
         texts.append(piece)
     if with_usage:
-        usage = await _count_usage(service, model, query.texts, ["".join(texts)])
-        yield frame | {"choices": [], "usage": usage}
+        yield frame | {"choices": [], "usage": await _count_usage(service, model, query.texts, ["".join(texts)])}
 
 
 def _choice(kind: str, text: str, reason: str | None, index: int = 0, is_first: bool = True) -> dict[str, Any]:
     # Clients join the fields of all pieces.
     message = {"content": text} | ({"role": "assistant"} if is_first else {})
     contents = {"text_completion": {"text": text}, "chat.completion": {"message": message}}
-    content = contents.get(kind, {"delta": message})
-    return content | {"index": index, "logprobs": None, "finish_reason": reason}
+    return contents.get(kind, {"delta": message}) | {"index": index, "logprobs": None, "finish_reason": reason}
 
 
 async def _count_usage(service: Service, model: ServedModel, sources: Sequence[str], targets: Sequence[str]) -> dict:

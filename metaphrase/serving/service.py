@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 from fastapi import Request
@@ -18,14 +18,13 @@ from fastapi import Request
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import Generator
 from metaphrase.serving import Limits
-from metaphrase.serving.batcher import Batcher, Ticket
+from metaphrase.serving.batcher import Batcher, Result, Ticket
 from metaphrase.serving.models import Pivot, ServedModel, UnknownModelError, base_code, identify_languages
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, check_options, complete_sampling
-from metaphrase.texts.documents import Document, split_texts
+from metaphrase.texts.documents import split_texts
 from metaphrase.texts.plan import Terms
 from metaphrase.texts.whole_texts import TextDecoder
 
-Result = TypeVar("Result")
 # A client may not choose special tokens.
 CLIENT_OPTIONS = tuple(name for name in GENERATION_OPTIONS if not name.endswith("_token_id"))
 _TAGS = re.compile(r"<[^<>]*>")
@@ -48,6 +47,13 @@ class Query:
     stops: Sequence[str] = ()  # a target ends before the first of these strings
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_query(texts: str | Sequence[str], fields: Any, num_targets: int, options: Mapping[str, Any]) -> Query:
+    """Return the query of a body whose fields of languages, seed and stops are those of OpenAI's and Hugging Face's API."""
+    texts, stops = ([words] if isinstance(words, str) else words or () for words in (texts, fields.stop))
+    languages = fields.src_lang, fields.tgt_lang
+    return Query(texts, *languages, num_targets=num_targets, stops=stops, seed=fields.seed, options=options)
 
 
 class OverloadError(Exception):
@@ -126,16 +132,15 @@ class Service:
         finally:
             self.num_requests -= 1
 
-    @contextlib.contextmanager
-    def text_work(self, query: Query, ticket: Ticket) -> Iterator[None]:
-        """Return a context to split, encode and join the texts of a request. One file or long request at a time is in it."""
+    def work_on_texts(self, query: Query, ticket: Ticket, function: Callable[[], Result]) -> Result:
+        """Run a function that splits, encodes and joins the texts of a request; one file or long request at a time."""
         is_long = query.is_file or sum(map(len, query.texts)) >= _LONG_REQUEST
         ticket.text_lock = lock = self._text_lock if is_long else threading.Lock()
         while not lock.acquire(timeout=ticket.check()):
             pass
         try:
             ticket.check()
-            yield
+            return function()
         finally:
             ticket.text_lock = None
             lock.release()
@@ -158,13 +163,9 @@ class Service:
                     pass
                 ticket.is_cancelled = True
 
-            def work() -> Result:
-                with self.text_work(query, ticket):
-                    return function(ticket)
-
             task = asyncio.create_task(watch())
             try:
-                return await self.run_in_thread(work)
+                return await self.run_in_thread(lambda: self.work_on_texts(query, ticket, lambda: function(ticket)))
             finally:
                 task.cancel()
                 request.state.num_unknown, request.state.num_unfinished = ticket.num_unknown, ticket.num_unfinished
@@ -172,14 +173,12 @@ class Service:
     def translate_texts(self, query: Query, ticket: Ticket) -> tuple[list[list[str]], list[list[dict[str, Any]]]]:
         """Translate texts, in `run`, from their own language or that of each. Returns also what `identify_languages` does."""
         self.find_translator(query.source_lang, query.target_lang)
-        if query.source_lang is not None:
-            languages = [[{"confidence": 100.0, "language": query.source_lang}]] * len(query.texts)
-        else:
-            target = base_code(query.target_lang)
+        target, sources = base_code(query.target_lang), [query.source_lang]
+        if query.source_lang is None:
             sources = [source for source, row in self.routes.items() if target in row]
-            texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
-            texts, count = ([" ".join(texts)], len(texts)) if query.is_file else (texts, 1)
-            languages = identify_languages(texts, sources) * count
+        texts = [text if query.text_format == "text" else _TAGS.sub(" ", text) for text in query.texts]
+        texts, count = ([" ".join(texts)], len(texts)) if query.is_file else (texts, 1)
+        languages = identify_languages(texts, sources) * count
         best, targets = [row[0]["language"] for row in languages], {}
         for code in dict.fromkeys(best):
             indices = [index for index, language in enumerate(best) if language == code]
@@ -191,11 +190,10 @@ class Service:
 
 def check_query(query: Query, limits: Limits) -> None:
     """Check a request before it waits. Raises `MetaphraseError` if a text or an option is beyond a limit."""
-    if (num_texts := 1 if query.is_file else len(query.texts)) > limits.max_texts:
-        raise MetaphraseError(f"A request must have at most {limits.max_texts} texts, got {num_texts}.")
-    if (num_characters := sum(map(len, query.texts))) > limits.max_text_characters:
-        most = limits.max_text_characters
-        raise MetaphraseError(f"A request must have at most {most} characters, got {num_characters}.")
+    counts = {"texts": 1 if query.is_file else len(query.texts), "characters": sum(map(len, query.texts))}
+    for (kind, count), most in zip(counts.items(), (limits.max_texts, limits.max_text_characters), strict=True):
+        if count > most:
+            raise MetaphraseError(f"A request must have at most {most} {kind}, got {count}.")
     for name, value in query.options.items():
         if name not in CLIENT_OPTIONS or not isinstance(value, int | float):
             known = f"{', '.join(CLIENT_OPTIONS)} with a number, true or false"
@@ -231,14 +229,8 @@ def answer(model: ServedModel | Pivot, query: Query, ticket: Ticket) -> list[lis
     if has_marks and query.num_targets > 1:
         raise MetaphraseError("Alternatives must be left out with markup and terms, got both.")
     if has_marks or (split_sentences and query.num_targets == 1):
-        decoder = TextDecoder(
-            generator,
-            text_format=query.text_format,
-            split_sentences=split_sentences,
-            terms=query.terms,
-            keep_tags=query.keep_tags,
-            has_lines=query.is_file,
-        )
+        marks: dict[str, Any] = {"terms": query.terms, "keep_tags": query.keep_tags, "has_lines": query.is_file}
+        decoder = TextDecoder(generator, text_format=query.text_format, split_sentences=split_sentences, **marks)
         decoder.run_alone = functools.partial(model.batcher.call, ticket)
         targets = [[text] for text in decoder.decode(query.texts, **options)]
     else:
@@ -269,12 +261,8 @@ async def stream_target(service: Service, model: ServedModel, query: Query) -> A
     with service.admit(query.seed) as ticket:
         generator, options, split_sentences = open_model(model, query, ticket)
         options["num_return_sequences"] = 1
-
-        def split() -> Document:
-            with service.text_work(query, ticket):
-                return split_texts([generator], query.texts, split_sentences)[0][0]
-
-        document = await service.run_in_thread(split)
+        split = functools.partial(split_texts, [generator], query.texts, split_sentences)
+        [document], _ = await service.run_in_thread(lambda: service.work_on_texts(query, ticket, split))
         waiting, *gaps = document.layout
         for sentence, gap in zip(document.sentences, gaps, strict=True):
             [text] = await service.run_in_thread(functools.partial(generator.generate, [sentence], **options))

@@ -20,6 +20,7 @@ from metaphrase.texts.documents import split_texts
 _FOLDER = Path(__file__).with_name("page")
 # Parts that the page of `metaphrase export --format web` has, too.
 _COMMON = Path(__file__).parents[1] / "conversion" / "onnx" / "page" / "common"
+_HEADERS = {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 _POLICY = (
     "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -59,12 +60,7 @@ def make_router(service: Service) -> APIRouter:
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     page = (_FOLDER / "page.html").read_text(encoding="utf-8")
     content = page.replace("{{style}}", style).replace("{{script}}", script)
-    headers = {
-        "Content-Security-Policy": _POLICY.format(*digests),
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-cache",
-    }
+    headers = _HEADERS | {"Content-Security-Policy": _POLICY.format(*digests)}
 
     @router.get("/ui", response_class=HTMLResponse)
     async def show_page() -> HTMLResponse:
@@ -76,13 +72,8 @@ def make_router(service: Service) -> APIRouter:
             return [{"code": code, "name": name_of(code)} for code in sorted(codes, key=name_of)]
 
         models = [
-            {
-                "name": model.name,
-                "task": model.task,
-                "source_languages": name_all(model.source_languages),
-                "target_languages": name_all(model.target_languages),
-                "has_attention": model.generator.is_single,
-            }
+            {"name": model.name, "task": model.task, "has_attention": model.generator.is_single}
+            | {side: name_all(getattr(model, side)) for side in ("source_languages", "target_languages")}
             for model in service.models.values()
         ]
         limits = {"max_text_characters": service.limits.max_text_characters, "max_targets": service.limits.max_beams}

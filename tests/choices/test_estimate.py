@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from metaphrase.choices.estimate import dry_run, estimate_run, meta_model
-from metaphrase.choices.memory import BatchShape, Precision, estimate_activations, optimizer_bytes
+from metaphrase.choices.memory import BatchShape, Precision, StateMemory, estimate_activations, optimizer_bytes
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import TokenBudgetSampler
 from metaphrase.training.experiment import Experiment
@@ -77,8 +77,8 @@ def test_largest_batch_decides_the_memory(tmp_path):
     expected, checkpointed = (estimate_activations(tiny_config(**WIDTHS), shape, FLOAT32, on) for on in (False, True))
     assert estimate.activations == expected
     weights = 4 * estimate.parameters
-    assert estimate.peak == 3 * weights + expected.peak(weights)
-    assert estimate.other_peak == 3 * weights + checkpointed.peak(weights)
+    state = StateMemory(weights, 0, 0, gradients=weights, buffers=0, optimizer=2 * weights, gradients_persist=False)
+    assert estimate.peak == state.peak(expected) and estimate.other_peak == state.peak(checkpointed)
 
 
 def test_r_drop_takes_twice_the_time_and_memory(tmp_path):
@@ -87,7 +87,7 @@ def test_r_drop_takes_twice_the_time_and_memory(tmp_path):
     plain, twice, last = (estimate_run(model, arguments, lengths, **each) for each in options)
     assert plain.steps == twice.steps == 3
     assert (twice.hours, last.hours) == pytest.approx((2 * plain.hours, plain.hours * 4 / 3))
-    assert twice.largest_batch == plain.largest_batch.repeated(2) and twice.largest_batch.pairs == 4
+    assert twice.largest_batch == BatchShape.of(2 * [4, 5], 2 * [4, 3], plain.largest_batch.is_packed)
     assert last.peak == twice.peak > plain.peak
     assert any("R-Drop" in note for note in twice.notes) and not any("R-Drop" in note for note in plain.notes)
 
@@ -237,7 +237,8 @@ def test_peak_of_a_step_is_what_is_alive_at_a_time(fields, is_packed, is_checkpo
     with LiveBytes(tensors_of(model, batch)) as live:
         model(**batch, loss_of_states=TrainingLoss(), use_cache=False).loss.backward()
     gradients = sum(parameter.numel() * 4 for parameter in model.parameters())
-    estimated = estimate_activations(model.config, shape, FLOAT32, is_checkpointed).peak(gradients)
+    activations = estimate_activations(model.config, shape, FLOAT32, is_checkpointed)
+    estimated = StateMemory(0, 0, 0, gradients, 0, 0, gradients_persist=False).peak(activations)
     assert estimated == pytest.approx(live.most, rel=0.2)
 
 

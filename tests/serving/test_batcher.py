@@ -255,15 +255,17 @@ def test_one_long_request_at_a_time_works_on_its_texts_while_none_waits():
     entered = queue.Queue()
 
     def enter(query, name):
-        with service.text_work(query, ticket()):
-            entered.put(name)
+        return pool.submit(service.work_on_texts, query, ticket(), lambda: entered.put(name))
 
-    first = ticket()
-    with ThreadPoolExecutor(2) as pool, service.text_work(long, first):
-        second = pool.submit(enter, long, "long")
-        pool.submit(enter, short, "short").result(5)
+    def work():
+        second = enter(long, "long")
+        enter(short, "short").result(5)
         assert entered.get_nowait() == "short" and not second.done()
         # While the sentences of the first one are decoded, the second one has its turn.
         decoder = identity_generator(lambda text: second.result(5) or text)
-        assert QueuedGenerator(decoder, service.batcher, first).generate(["a"]) == ["a"]
+        return QueuedGenerator(decoder, service.batcher, first).generate(["a"])
+
+    first = ticket()
+    with ThreadPoolExecutor(2) as pool:
+        assert service.work_on_texts(long, first, work) == ["a"]
     service.batcher.close()
