@@ -47,6 +47,8 @@ Statement = tuple[str | Link, ...]
 Pattern = tuple[str | int, ...]
 # Symbols of a pattern before and behind a pair inside it.
 Place = tuple[str | int, str | int]
+# Start and end of the words of a pair inside another one, its part of the target, and its place.
+Span = tuple[int, int, Statement, Place]
 
 
 class Reading(NamedTuple):
@@ -94,10 +96,8 @@ class PairReader:
         longer = [source for source, _ in split if len(source) > 1]
         self._inside = Counter(word for source in longer for word in source[1:])
         least = _NEARLY_ALL * len(longer)
-        marks = {
-            mark: number for mark, number in Counter(source[-1] for source in longer).items() if not mark.isalnum()
-        }
-        self.end_mark = next((mark for mark, number in marks.items() if number >= least), None)
+        last = Counter(source[-1] for source in longer)
+        self.end_mark = next((mark for mark in last if last[mark] >= least and not mark.isalnum()), None)
         self._has_capitals = sum(source[0][:1].isupper() for source in longer) >= least
         bare = [(self._bare(source), target) for source, target in split]
         self.translations = find_translations(bare)
@@ -114,8 +114,8 @@ class PairReader:
         copies = {
             word
             for source, target in bare
-            for word in map(self.translations.get, source)
-            if target.count(word) != sum(self.translations.get(other) == word for other in source)
+            for word, number in Counter(map(self.translations.get, source)).items()
+            if target.count(word) != number
         }
         self._single = {*self.translations.values()} - copies
         self.first_number = self._find_first_number(bare)
@@ -134,28 +134,22 @@ class PairReader:
 
     def _find_first_number(self, pairs: Sequence[tuple[tuple[str, ...], list[str]]]) -> int | None:
         """Return the number of the first word, if numbers name words that the target follows."""
-        numbers = [
-            (words, target, int(token))
-            for words, target in pairs
-            for token in target
-            if token.isdecimal() and len(words) > 1
-        ]
-        named: dict[int, int] = {}
-        for first in (0, 1):
-            words_of_numbers = [
-                (words[number - first], target) for words, target, number in numbers if 0 <= number - first < len(words)
-            ]
-            named[first] = sum(self.translations.get(word) in target for word, target in words_of_numbers)
-        best = max(named, key=lambda first: named[first])
-        is_named = named[best] >= _NEARLY_ALL * len(numbers)
-        return best if is_named and len(numbers) > len(pairs) / 2 else None
+        named, num_numbers = [0, 0], 0
+        for words, target in pairs:
+            for number in map(int, filter(str.isdecimal, target if len(words) > 1 else ())):
+                num_numbers += 1
+                for first in (0, 1):
+                    is_inside = 0 <= number - first < len(words)
+                    named[first] += is_inside and self.translations.get(words[number - first]) in target
+        best = named.index(max(named))
+        is_named = named[best] >= _NEARLY_ALL * num_numbers
+        return best if is_named and num_numbers > len(pairs) / 2 else None
 
     def _link(self, words: Sequence[str], target: Sequence[str]) -> Statement | None:
         """Return the target with links. None if it is unknown which of several words with the same translation it follows."""
-        places: dict[str, list[int]] = defaultdict(list)
+        places: dict[str | None, list[int]] = defaultdict(list)
         for place, word in enumerate(words):
-            if (translation := self.translations.get(word)) is not None:
-                places[translation].append(place)
+            places[self.translations.get(word)].append(place)
         tokens: list[str | Link] = []
         number = None
         for index in reversed(range(len(target))):
@@ -211,29 +205,23 @@ class PairReader:
 
     def _is_regular(self, target: Statement) -> bool:
         """True if the statements, sorted, make the target again."""
-        statements = [statement for _, statement in self._split(target)]
-        return self._has_number_in_each(target) and self._join(self._sort(statements)) == target
+        return self._has_number_in_each(target) and self._join(self._sort(target)) == target
 
-    @staticmethod
-    def _sort(statements: Iterable[Statement]) -> tuple[Statement, ...]:
-        return tuple(sorted(statements, key=_first_place))
+    def _sort(self, target: Statement) -> tuple[Statement, ...]:
+        return tuple(sorted((statement for _, statement in self._split(target)), key=_first_place))
 
     def _join(self, statements: Sequence[Statement]) -> Statement:
         if not self._separators:
             return statements[0]
         ranked = sorted(((self._ranks.get(_template(part), 0), part) for part in statements), key=lambda item: item[0])
-        tokens = [token for rank, part in ranked for token in (*part, self._separators[rank])]
-        return tuple(tokens[:-1])
+        return tuple(token for rank, part in ranked for token in (*part, self._separators[rank]))[:-1]
 
     def read(self, source: str, target: str) -> Reading | None:
         """Return the reading of a pair. None if it has words with the same translation, or is written unlike the others."""
         words = self._bare(source.split())
         if (tokens := self._link(words, target.split())) is None or not words:
             return None
-        statements = (tokens,)
-        if self._separators:
-            statements = self._sort(statement for _, statement in self._split(tokens))
-        reading = Reading(words, statements)
+        reading = Reading(words, self._sort(tokens))
         return reading if self.write(reading) == (source, target) else None
 
     def write(self, reading: Reading) -> tuple[str, str]:
@@ -285,6 +273,8 @@ class Recombination:
 
     Attributes:
         has_places: True if numbers in the targets are places of source words.
+        num_additions: Number of additions to sources.
+        num_outer: Number of pairs with another pair inside.
     """
 
     def __init__(self, pairs: Iterable[tuple[str, str]]):
@@ -314,27 +304,23 @@ class Recombination:
         self._most_words = _MAX_GROWTH * max((len(reading.words) for reading in self._readings), default=0)
         self._most_tokens = max((reading.num_tokens for reading in self._readings), default=0)
         self.has_places = self.reader.first_number is not None
-        self._inner: dict[Pattern, list[tuple[int, int, Statement]]] = {}
+        self._inner: dict[Pattern, list[Span]] = {}
         self._neighbors: dict[Place, set] = defaultdict(set)
         self._outer: list[Reading] = []
-        self._alike: dict[Place, set] = {}
-        self._fillers: dict[Place, tuple[list[Reading], list[Reading]]] = {}
+        self._fillers: dict[Place, tuple[set, list[Reading], list[Reading]]] = {}
         if not self.has_places:
             self._learn_exchanges()
-        self._pairs_of_neighbors = {
-            pair for pattern in self._known for pair in pairwise((_OUTSIDE, *pattern, _OUTSIDE))
-        }
-        self._supports = self._find_supports()
+        self._pairs_of_neighbors: set = set()
+        # For each word without a class, the words that no pattern has less often, as *by* never comes without *was*.
+        self._supports: dict[str, set[str]] = {}
+        for pattern in self._known:
+            self._pairs_of_neighbors.update(pairwise((_OUTSIDE, *pattern, _OUTSIDE)))
+            counts = Counter(word for word in pattern if isinstance(word, str))
+            for word, number in counts.items():
+                least = {other for other, times in counts.items() if times >= number}
+                self._supports[word] = self._supports.get(word, least) & least
         self._learn_additions()
-
-    @property
-    def num_additions(self) -> int:
-        return len(self._texts)
-
-    @property
-    def num_outer(self) -> int:
-        """Number of pairs with another pair inside."""
-        return len(self._outer)
+        self.num_additions, self.num_outer = len(self._texts), len(self._outer)
 
     def draw(self, source: str, target: str, random: Random) -> tuple[str, str] | None:
         """Return a pair that is made of the given pair and others. None if no part of it can be changed."""
@@ -358,7 +344,7 @@ class Recombination:
     def _learn_additions(self) -> None:
         texts: dict[Addition, Counter] = defaultdict(Counter)
         for pattern, targets in self._known.items():
-            inner = {(start, end) for start, end, _ in self._inner.get(pattern, ())}
+            inner = {(start, end) for start, end, *_ in self._inner.get(pattern, ())}
             # From the end on: the same words a place later are the same addition.
             later: set[tuple[int, int]] = set()
             for start in reversed(range(len(pattern))):
@@ -366,36 +352,23 @@ class Recombination:
                     if {(0, start), (end, len(pattern))} & inner:
                         # The words stand around a pair, which an exchange can replace.
                         continue
-                    is_same = (start + 1, end + 1) in later and pattern[start] == pattern[end]
+                    if (start + 1, end + 1) in later and pattern[start] == pattern[end]:
+                        later.add((start, end))
+                        continue
                     for longer, sources in targets.items():
-                        for shorter in () if is_same else self._known.get(pattern[:start] + pattern[end:], ()):
+                        for shorter in self._known.get(pattern[:start] + pattern[end:], ()):
                             if (addition := self._subtract(pattern, start, end, longer, shorter)) is not None:
                                 texts[addition].update(words[start:end] for words in sources[:_MAX_TEXTS])
                                 later.add((start, end))
-                    if is_same:
-                        later.add((start, end))
         self._index(texts)
         self._evidence = self._check()
         kinds = {addition.kind for addition in self._evidence}
-        for addition in list(self._evidence):
-            kind = addition.kind
-            # Two additions one after the other need no third one.
-            if any({kind[:split], kind[split:]} <= kinds for split in range(1, len(kind))):
-                del self._evidence[addition]
-        self._texts = {addition: [*texts[addition]][:_MAX_TEXTS] for addition in self._evidence}
+        # Two additions one after the other need no third one.
+        kinds -= {kind for kind in kinds if any({kind[:end], kind[end:]} <= kinds for end in range(1, len(kind)))}
+        self._texts = {known: [*texts[known]][:_MAX_TEXTS] for known in self._evidence if known.kind in kinds}
         self._index(self._texts)
         # Words with which an addition begins. A second one before them needs evidence.
         self._beginnings = {(addition.left, addition.added[0]) for addition in self._texts}
-
-    def _find_supports(self) -> dict[str, set[str]]:
-        """Return for each word that has no class the words that no pattern has less often, as *by* never comes without *was*."""
-        supports: dict[str, set[str]] = {}
-        for pattern in self._known:
-            counts = Counter(word for word in pattern if isinstance(word, str))
-            for word, number in counts.items():
-                least = {other for other, times in counts.items() if times >= number}
-                supports[word] = supports.get(word, least) & least
-        return supports
 
     def _index(self, additions: Iterable[Addition]) -> None:
         self._by_left: dict[Pattern, list[Addition]] = {}
@@ -445,31 +418,29 @@ class Recombination:
             statements = [target[:place] + added[0] + target[place:]]
         return Reading(reading.words[:start] + tuple(words) + reading.words[start:], tuple(statements))
 
-    def _find_places(self, pattern: Pattern) -> Iterator[tuple[Addition, int]]:
+    def _find_places(self, pattern: Pattern) -> Iterator[tuple[Addition, int, str | int]]:
+        """Yield additions, each with its place and the word behind it."""
         padded = (_OUTSIDE,) * _REACH + pattern
         for start in range(len(pattern) + 1):
             for length in range(_LEFT, _REACH + 1):
                 for addition in self._by_left.get(padded[start + _REACH - length : start + _REACH], ()):
                     if pattern[start : start + len(addition.right)] == addition.right:
-                        yield addition, start
+                        yield addition, start, pattern[start] if start < len(pattern) else _OUTSIDE
 
     def _check(self) -> dict[Addition, tuple[set, set]]:
         """Return the additions that predict known pairs, each with the next words where it does and where it does not."""
         counts: dict[Addition, dict] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
         for pattern, targets in self._known.items():
-            for addition, start in self._find_places(pattern):
+            for addition, start, behind in self._find_places(pattern):
                 known = self._known.get(pattern[:start] + addition.added + pattern[start:])
                 for statements in targets if known else ():
                     predicted = self._apply(addition, Reading(pattern, statements), start, addition.added)
                     if predicted is not None:
-                        behind = pattern[start] if start < len(pattern) else _OUTSIDE
                         counts[addition][behind][predicted.statements not in known] += 1
         evidence = {}
         for addition, words in counts.items():
-            right = {word for word, (good, bad) in words.items() if good >= _NEARLY_ALL * (good + bad)}
-            right = {word for word in right if words[word][0] >= _LEAST_CHECKS}
             wrong = {word for word, (good, bad) in words.items() if good < _NEARLY_ALL * (good + bad)}
-            if right:
+            if right := {word for word, (good, _) in words.items() if good >= _LEAST_CHECKS} - wrong:
                 evidence[addition] = right, wrong
         return evidence
 
@@ -478,37 +449,32 @@ class Recombination:
         kind, end = None, None
         for _ in range(random.randint(1, _MAX_ADDITIONS)):
             pattern = self._pattern(reading.words)
-            choices = [place for place in self._find_places(pattern) if self._is_open(pattern, *place)]
+            choices = [place for place in self._find_places(pattern) if self._is_open(place[0], place[2])]
             if kind is None or random.random() < 0.2:
-                kinds = sorted({addition.kind for addition, _ in choices})
+                kinds = sorted({addition.kind for addition, *_ in choices})
                 kind = random.choice(kinds) if kinds else None
             choices = [place for place in choices if place[0].kind == kind]
             if random.random() < 0.7:
                 choices = [place for place in choices if place[1] == end] or choices
             if not choices:
                 break
-            addition, start = random.choice(choices)
+            addition, start, _ = random.choice(choices)
             changed = self._apply(addition, reading, start, random.choice(self._texts[addition]))
             if changed is not None and len(changed.words) <= self._most_words and self._is_usual(changed, start):
                 reading, end = changed, start + len(addition.added)
         return reading
 
-    def _is_open(self, pattern: Pattern, addition: Addition, start: int) -> bool:
+    def _is_open(self, addition: Addition, behind: str | int) -> bool:
         """True if nothing speaks against an addition before the next word."""
-        behind = pattern[start] if start < len(pattern) else _OUTSIDE
         right, wrong = self._evidence[addition]
-        if (addition.added[-1], behind) not in self._pairs_of_neighbors:
-            return False
         # Two words that may stand behind show that others may.
         is_free = len(right) > 1 and behind not in wrong and (addition.left, behind) not in self._beginnings
-        return behind in right or is_free
+        return (addition.added[-1], behind) in self._pairs_of_neighbors and (behind in right or is_free)
 
     def _is_usual(self, reading: Reading, start: int) -> bool:
         """True if the target has behind each word before an addition what training has there, and not more often."""
         symbols = Counter(self._pattern(reading.words))
-        if any(
-            symbols[other] < number for symbol, number in symbols.items() for other in self._supports.get(symbol, ())
-        ):
+        if any(symbols[other] < number for word, number in symbols.items() for other in self._supports.get(word, ())):
             return False
         for (place, behind), number in _count_behind(reading.statements).items():
             word = reading.words[place]
@@ -520,32 +486,27 @@ class Recombination:
 
     def _learn_exchanges(self) -> None:
         """Learn which pairs stand inside others, and between which words."""
-        spans_of: dict[Pattern, list[tuple[int, int, Statement]]] = {}
-        # For each place, pairs of several words inside, and those of them that share words with another one.
-        several: Counter = Counter()
+        spans_of: dict[Pattern, list[Span]] = {}
+        # For each place, pairs of several words inside that share words with another one, less those that do not.
         crossing: Counter = Counter()
         for pattern, targets in self._known.items():
-            spans_of[pattern] = [
-                (start, end, part)
+            padded = (_OUTSIDE, *pattern, _OUTSIDE)
+            spans_of[pattern] = spans = [
+                (start, end, part, (padded[start], padded[end + 1]))
                 for start in range(len(pattern))
                 for end in range(start + 1, len(pattern) + (start > 0))
                 for statements in self._known.get(pattern[start:end], ())
                 if (part := _shift(statements[0], _FAR, start))
                 and all(self._is_inside(part, target, start, end) for [target] in targets)
             ]
-            for start, end, _ in spans_of[pattern]:
-                place = self._place_of(pattern, start, end)
-                several[place] += end > start + 1
-                crossing[place] += any(start < a < end < b or a < start < b < end for a, b, _ in spans_of[pattern])
+            for start, end, _, place in spans:
+                if end > start + 1:
+                    crosses = any(start < a < end < b or a < start < b < end for a, b, *_ in spans)
+                    crossing[place] += 1 if crosses else -1
         for pattern, spans in spans_of.items():
             # Pairs that cross are not both inside: *look after walk* only seems to be in *look after walk left*.
-            inner = [
-                (start, end, part)
-                for start, end, part in spans
-                if end == start + 1 or 2 * crossing[place := self._place_of(pattern, start, end)] <= several[place]
-            ]
-            for start, end, _ in inner:
-                place = self._place_of(pattern, start, end)
+            inner = [span for span in spans if span[1] == span[0] + 1 or crossing[span[3]] <= 0]
+            for start, end, _, place in inner:
                 self._neighbors[place].update(pairwise((_OUTSIDE, *pattern[start:end], _OUTSIDE)))
             if inner:
                 self._inner[pattern] = inner
@@ -560,30 +521,14 @@ class Recombination:
         # A part without links could stand for other words.
         return len(rest) < len(target) and not has_other and any(isinstance(token, Link) for token in part)
 
-    @staticmethod
-    def _place_of(pattern: Pattern, start: int, end: int) -> Place:
-        padded = (_OUTSIDE, *pattern, _OUTSIDE)
-        return padded[start], padded[end + 1]
-
-    def _find_alike(self, place: Place) -> set:
-        """Return the neighbors of all places that share most of theirs with a place."""
-        if place not in self._alike:
-            neighbors, all_neighbors = self._neighbors[place], self._neighbors.values()
-            like = (other for other in all_neighbors if len(neighbors & other) >= _ALIKE * len(neighbors | other))
-            self._alike[place] = set().union(*like)
-        return self._alike[place]
-
     def _exchange(self, reading: Reading, random: Random, depth: int) -> Reading:
         """Return the reading with other pairs in the places of those inside it, and so on within the first of them."""
-        pattern = self._pattern(reading.words)
-        inner = self._inner.get(pattern, [])
-        free = len(pattern)
+        inner, free = self._inner.get(self._pattern(reading.words), []), len(reading.words)
         # From the end on, so that the places before it stay.
-        for start, end, part in sorted(random.sample(inner, len(inner)), key=lambda item: -item[1]):
+        for start, end, part, place in sorted(random.sample(inner, len(inner)), key=lambda span: -span[1]):
             if end > free or random.random() < _KEPT:
                 continue
-            place = self._place_of(pattern, start, end)
-            fillers, outer = self._find_fillers(place)
+            _, fillers, outer = self._find_fillers(place)
             for _ in range(_TRIES):
                 # The longer of two: long ones are few, and lead furthest from training.
                 filler = max(
@@ -597,34 +542,37 @@ class Recombination:
                     break
         return reading
 
-    def _find_fillers(self, place: Place) -> tuple[list[Reading], list[Reading]]:
-        """Return the pairs that may stand at a place, and those of them with a pair inside."""
+    def _find_fillers(self, place: Place) -> tuple[set, list[Reading], list[Reading]]:
+        """Return neighbors and pairs that may stand at a place, and those of the pairs with a pair inside.
+
+        The neighbors are those of all places that share most of theirs with the place.
+        """
         if place not in self._fillers:
-            known = self._find_alike(place)
-            patterns = [(reading, self._pattern(reading.words)) for reading in self._readings]
-            fitting = {pattern for _, pattern in patterns if {*pairwise((_OUTSIDE, *pattern, _OUTSIDE))} <= known}
-            fillers = [(reading, pattern) for reading, pattern in patterns if pattern in fitting]
-            outer = [reading for reading, pattern in fillers if pattern in self._inner]
-            self._fillers[place] = [reading for reading, _ in fillers], outer
+            neighbors, all_neighbors = self._neighbors[place], self._neighbors.values()
+            like = (other for other in all_neighbors if len(neighbors & other) >= _ALIKE * len(neighbors | other))
+            known = set().union(*like)
+            fillers = [reading for reading in self._readings if self._neighbors_in(reading) <= known]
+            outer = [reading for reading in fillers if self._pattern(reading.words) in self._inner]
+            self._fillers[place] = known, fillers, outer
         return self._fillers[place]
+
+    def _neighbors_in(self, reading: Reading) -> set:
+        return {*pairwise((_OUTSIDE, *self._pattern(reading.words), _OUTSIDE))}
 
     def _fits(self, place: Place, filler: Reading, filled: Reading) -> bool:
         """True if pairs with all the neighbors of the filler stand at a place in training."""
-        neighbors = set(pairwise((_OUTSIDE, *self._pattern(filler.words), _OUTSIDE)))
         # Training cannot show what is longer than all of it, so there it counts what stands at like places.
         is_longer = filled.num_tokens > self._most_tokens
-        known = self._find_alike(place) if is_longer else self._neighbors[place]
-        return len(filled.words) <= self._most_words and neighbors <= known
+        known = self._find_fillers(place)[0] if is_longer else self._neighbors[place]
+        return len(filled.words) <= self._most_words and self._neighbors_in(filler) <= known
 
 
 def _fill(outer: Reading, filler: Reading, part: Statement, start: int, end: int) -> Reading:
     """Return the outer pair with a filler for the words from `start` to `end` and for their part of the target."""
-    new = _shift(filler.statements[0], _FAR, start)
-    moved = len(filler.words) - (end - start)
-    target = _shift(outer.statements[0], end, moved)
-    # The part has no links behind `end`, so that it is found after the move, too.
     words = outer.words[:start] + filler.words + outer.words[end:]
-    return Reading(words, (_replace(target, part, new),))
+    # The part has no links behind `end`, so that it is found after the move, too.
+    target = _shift(outer.statements[0], end, len(words) - len(outer.words))
+    return Reading(words, (_replace(target, part, _shift(filler.statements[0], _FAR, start)),))
 
 
 def _replace(target: Statement, part: Statement, new: Statement) -> Statement:
