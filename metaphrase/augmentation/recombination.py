@@ -111,13 +111,10 @@ class PairReader:
             if followed[target] >= 0.95 * counts[target] and any(map(str.isalnum, target))
         }
         # Target words that always occur as often as their source words.
-        copies = {
-            word
-            for source, target in bare
-            for word, number in Counter(map(self.translations.get, source)).items()
-            if target.count(word) != number
-        }
-        self._single = {*self.translations.values()} - copies
+        self._single = {*self.translations.values()}
+        for source, target in bare:
+            numbers = Counter(map(self.translations.get, source))
+            self._single -= {word for word in numbers if target.count(word) != numbers[word]}
         self.first_number = self._find_first_number(bare)
         self._separators: tuple[str, ...] = ()
         self._ranks: dict[tuple[str | bool, ...], int] = {}
@@ -126,7 +123,7 @@ class PairReader:
             self._learn_separators(links[:_SHOWN_PAIRS])
 
     def _bare(self, words: Sequence[str]) -> tuple[str, ...]:
-        words = tuple(words[:-1] if self.end_mark and words[-1:] == [self.end_mark] else words)
+        words = tuple(words[:-1] if words[-1:] == [self.end_mark] else words)
         if not words or not self._has_capitals:
             return words
         first = words[0][:1].lower() + words[0][1:]
@@ -142,18 +139,15 @@ class PairReader:
                     is_inside = 0 <= number - first < len(words)
                     named[first] += is_inside and self.translations.get(words[number - first]) in target
         best = named.index(max(named))
-        is_named = named[best] >= _NEARLY_ALL * num_numbers
-        return best if is_named and num_numbers > len(pairs) / 2 else None
+        return best if num_numbers > len(pairs) / 2 and named[best] >= _NEARLY_ALL * num_numbers else None
 
     def _link(self, words: Sequence[str], target: Sequence[str]) -> Statement | None:
         """Return the target with links. None if it is unknown which of several words with the same translation it follows."""
         places: dict[str | None, list[int]] = defaultdict(list)
         for place, word in enumerate(words):
             places[self.translations.get(word)].append(place)
-        tokens: list[str | Link] = []
-        number = None
-        for index in reversed(range(len(target))):
-            token = target[index]
+        tokens, number = [], None
+        for index, token in reversed([*enumerate(target)]):
             if self.first_number is not None and token.isdecimal():
                 number = int(token) - self.first_number
                 tokens.append(Link(number, True))
@@ -184,7 +178,9 @@ class PairReader:
             for rank, statement in (part for target in targets for part in self._split(target)):
                 ranks[_template(statement)][rank] += 1
             self._ranks = {template: rank.most_common(1)[0][0] for template, rank in ranks.items()}
-            if len(ranks) < fewest and sum(map(self._is_regular, targets)) >= _NEARLY_ALL * len(targets):
+            # The statements, sorted, make a regular target again.
+            is_regular = (self._has_number_in_each(one) and self._join(self._sort(one)) == one for one in targets)
+            if len(ranks) < fewest and sum(is_regular) >= _NEARLY_ALL * len(targets):
                 fewest, best = len(ranks), (separators, self._ranks)
         self._separators, self._ranks = best or ((), {})
         if best is None:
@@ -202,10 +198,6 @@ class PairReader:
     def _has_number_in_each(self, target: Statement) -> bool:
         places = [_first_place(statement) >= 0 for _, statement in self._split(target)]
         return all(places) or len(places) == 1
-
-    def _is_regular(self, target: Statement) -> bool:
-        """True if the statements, sorted, make the target again."""
-        return self._has_number_in_each(target) and self._join(self._sort(target)) == target
 
     def _sort(self, target: Statement) -> tuple[Statement, ...]:
         return tuple(sorted((statement for _, statement in self._split(target)), key=_first_place))
@@ -225,18 +217,15 @@ class PairReader:
         return reading if self.write(reading) == (source, target) else None
 
     def write(self, reading: Reading) -> tuple[str, str]:
-        words = reading.words
-        target = " ".join(
-            token
-            if isinstance(token, str)
-            else str(token.word + (self.first_number or 0))
-            if token.is_number
-            else self.translations[words[token.word]]
-            for token in self._join(reading.statements)
-        )
+        words, target = reading.words, []
+        for token in self._join(reading.statements):
+            if isinstance(token, Link):
+                place = token.word
+                token = str(place + self.first_number) if token.is_number else self.translations[words[place]]
+            target.append(token)
         if self._has_capitals:
             words = (words[0][:1].upper() + words[0][1:], *words[1:])
-        return " ".join((*words, self.end_mark) if self.end_mark else words), target
+        return " ".join((*words, self.end_mark) if self.end_mark else words), " ".join(target)
 
 
 class Addition(NamedTuple):
@@ -282,24 +271,24 @@ class Recombination:
         pairs = [pair for pair in pairs if pair[0].count(" ") < _MOST_WORDS]
         self.reader = PairReader(pairs)
         self._readings = [reading for pair in pairs if (reading := self.reader.read(*pair)) is not None]
-        # Tokens behind each word in targets, and their highest number in one target.
-        self._behind: dict[str, set] = defaultdict(set)
         uses: dict[str, set] = defaultdict(set)
         for reading in self._readings:
             before = [_OUTSIDE, *(word if word not in self.reader.translations else 0 for word in reading.words)]
             for place, slot in _find_slots(reading.statements):
-                self._behind[reading.words[place]].add(slot[1])
                 uses[reading.words[place]].add((before[place], slot))
         self._classes = _find_classes(uses)
-        self._most_behind: Counter = Counter()
+        most: Counter = Counter()
         # Targets of a pattern, with the words of each pair.
         self._known: dict[Pattern, dict[tuple[Statement, ...], list[tuple[str, ...]]]] = {}
         for reading in self._readings:
             for (place, behind), number in _count_behind(reading.statements).items():
                 key = self._classes[reading.words[place]], behind
-                self._most_behind[key] = max(self._most_behind[key], number)
+                most[key] = max(most[key], number)
             targets = self._known.setdefault(self._pattern(reading.words), {})
             targets.setdefault(reading.statements, []).append(reading.words)
+        # Tokens behind each word in targets, with their highest number in one target behind a word of its class.
+        behind_words = ((word, slot[1]) for word in uses for _, slot in uses[word])
+        self._most_behind = Counter({(word, slot): most[self._classes[word], slot] for word, slot in behind_words})
         self._known = {pattern: targets for pattern, targets in self._known.items() if len(targets) <= _MOST_TARGETS}
         self._most_words = _MAX_GROWTH * max((len(reading.words) for reading in self._readings), default=0)
         self._most_tokens = max((reading.num_tokens for reading in self._readings), default=0)
@@ -320,14 +309,13 @@ class Recombination:
                 least = {other for other, times in counts.items() if times >= number}
                 self._supports[word] = self._supports.get(word, least) & least
         self._learn_additions()
-        self.num_additions, self.num_outer = len(self._texts), len(self._outer)
+        self.num_outer = len(self._outer)
 
     def draw(self, source: str, target: str, random: Random) -> tuple[str, str] | None:
         """Return a pair that is made of the given pair and others. None if no part of it can be changed."""
-        reading = self.reader.read(source, target)
+        changed = reading = self.reader.read(source, target)
         if reading is None:
             return None
-        changed = reading
         depth = random.randrange(random.randint(1, _MAX_DEPTH))
         if self._outer and random.random() < 0.5:
             outer = reading if self._pattern(reading.words) in self._inner else random.choice(self._outer)
@@ -342,7 +330,8 @@ class Recombination:
         return tuple(self._classes.get(word, word) for word in words)
 
     def _learn_additions(self) -> None:
-        texts: dict[Addition, Counter] = defaultdict(Counter)
+        # Additions by the pattern before them, with their texts.
+        self._additions: dict[Pattern, dict] = defaultdict(lambda: defaultdict(Counter))
         for pattern, targets in self._known.items():
             inner = {(start, end) for start, end, *_ in self._inner.get(pattern, ())}
             # From the end on: the same words a place later are the same addition.
@@ -358,22 +347,20 @@ class Recombination:
                     for longer, sources in targets.items():
                         for shorter in self._known.get(pattern[:start] + pattern[end:], ()):
                             if (addition := self._subtract(pattern, start, end, longer, shorter)) is not None:
-                                texts[addition].update(words[start:end] for words in sources[:_MAX_TEXTS])
+                                texts = (words[start:end] for words in sources[:_MAX_TEXTS])
+                                self._additions[addition.left][addition].update(texts)
                                 later.add((start, end))
-        self._index(texts)
         self._evidence = self._check()
         kinds = {addition.kind for addition in self._evidence}
         # Two additions one after the other need no third one.
         kinds -= {kind for kind in kinds if any({kind[:end], kind[end:]} <= kinds for end in range(1, len(kind)))}
-        self._texts = {known: [*texts[known]][:_MAX_TEXTS] for known in self._evidence if known.kind in kinds}
-        self._index(self._texts)
-        # Words with which an addition begins. A second one before them needs evidence.
-        self._beginnings = {(addition.left, addition.added[0]) for addition in self._texts}
-
-    def _index(self, additions: Iterable[Addition]) -> None:
-        self._by_left: dict[Pattern, list[Addition]] = {}
+        additions = [addition for addition in self._evidence if addition.kind in kinds]
+        self.num_additions = len(additions)
+        learned, self._additions = self._additions, defaultdict(dict)
         for addition in additions:
-            self._by_left.setdefault(addition.left, []).append(addition)
+            self._additions[addition.left][addition] = [*learned[addition.left][addition]][:_MAX_TEXTS]
+        # Words with which an addition begins. A second one before them needs evidence.
+        self._beginnings = {(addition.left, addition.added[0]) for addition in additions}
 
     def _subtract(
         self, pattern: Pattern, start: int, end: int, longer: tuple[Statement, ...], shorter: tuple[Statement, ...]
@@ -420,12 +407,12 @@ class Recombination:
 
     def _find_places(self, pattern: Pattern) -> Iterator[tuple[Addition, int, str | int]]:
         """Yield additions, each with its place and the word behind it."""
-        padded = (_OUTSIDE,) * _REACH + pattern
+        padded = (_OUTSIDE,) * _REACH + pattern + (_OUTSIDE,)
         for start in range(len(pattern) + 1):
             for length in range(_LEFT, _REACH + 1):
-                for addition in self._by_left.get(padded[start + _REACH - length : start + _REACH], ()):
+                for addition in self._additions.get(padded[start + _REACH - length : start + _REACH], ()):
                     if pattern[start : start + len(addition.right)] == addition.right:
-                        yield addition, start, pattern[start] if start < len(pattern) else _OUTSIDE
+                        yield addition, start, padded[start + _REACH]
 
     def _check(self) -> dict[Addition, tuple[set, set]]:
         """Return the additions that predict known pairs, each with the next words where it does and where it does not."""
@@ -434,8 +421,7 @@ class Recombination:
             for addition, start, behind in self._find_places(pattern):
                 known = self._known.get(pattern[:start] + addition.added + pattern[start:])
                 for statements in targets if known else ():
-                    predicted = self._apply(addition, Reading(pattern, statements), start, addition.added)
-                    if predicted is not None:
+                    if predicted := self._apply(addition, Reading(pattern, statements), start, addition.added):
                         counts[addition][behind][predicted.statements not in known] += 1
         evidence = {}
         for addition, words in counts.items():
@@ -459,7 +445,7 @@ class Recombination:
             if not choices:
                 break
             addition, start, _ = random.choice(choices)
-            changed = self._apply(addition, reading, start, random.choice(self._texts[addition]))
+            changed = self._apply(addition, reading, start, random.choice(self._additions[addition.left][addition]))
             if changed is not None and len(changed.words) <= self._most_words and self._is_usual(changed, start):
                 reading, end = changed, start + len(addition.added)
         return reading
@@ -476,13 +462,10 @@ class Recombination:
         symbols = Counter(self._pattern(reading.words))
         if any(symbols[other] < number for word, number in symbols.items() for other in self._supports.get(word, ())):
             return False
-        for (place, behind), number in _count_behind(reading.statements).items():
-            word = reading.words[place]
-            if start - _REACH <= place < start and (
-                behind not in self._behind[word] or number > self._most_behind[self._classes[word], behind]
-            ):
-                return False
-        return True
+        return all(
+            number <= self._most_behind[reading.words[place], behind] or not start - _REACH <= place < start
+            for (place, behind), number in _count_behind(reading.statements).items()
+        )
 
     def _learn_exchanges(self) -> None:
         """Learn which pairs stand inside others, and between which words."""
@@ -525,29 +508,25 @@ class Recombination:
         """Return the reading with other pairs in the places of those inside it, and so on within the first of them."""
         inner, free = self._inner.get(self._pattern(reading.words), []), len(reading.words)
         # From the end on, so that the places before it stay.
-        for start, end, part, place in sorted(random.sample(inner, len(inner)), key=lambda span: -span[1]):
+        for span in sorted(random.sample(inner, len(inner)), key=lambda span: -span[1]):
+            start, end, _, place = span
             if end > free or random.random() < _KEPT:
                 continue
             _, fillers, outer = self._find_fillers(place)
+            choices = outer if depth and outer else fillers
             for _ in range(_TRIES):
                 # The longer of two: long ones are few, and lead furthest from training.
-                filler = max(
-                    random.choices(outer if depth and outer else fillers, k=2), key=lambda pair: pair.num_tokens
-                )
-                changed = _fill(reading, filler, part, start, end)
-                if self._fits(place, filler, changed):
+                filler = max(random.choices(choices, k=2), key=lambda pair: pair.num_tokens)
+                if changed := self._fill(reading, span, filler):
                     filler, depth = (self._exchange(filler, random, depth - 1) if depth else filler), 0
-                    deeper = _fill(reading, filler, part, start, end)
-                    reading, free = deeper if self._fits(place, filler, deeper) else changed, start
+                    reading, free = self._fill(reading, span, filler) or changed, start
                     break
         return reading
 
     def _find_fillers(self, place: Place) -> tuple[set, list[Reading], list[Reading]]:
-        """Return neighbors and pairs that may stand at a place, and those of the pairs with a pair inside.
-
-        The neighbors are those of all places that share most of theirs with the place.
-        """
+        """Return neighbors that may stand at a place, the pairs made of them, and those of the pairs with a pair inside."""
         if place not in self._fillers:
+            # The neighbors of all places that share most of theirs with this one may.
             neighbors, all_neighbors = self._neighbors[place], self._neighbors.values()
             like = (other for other in all_neighbors if len(neighbors & other) >= _ALIKE * len(neighbors | other))
             known = set().union(*like)
@@ -559,26 +538,21 @@ class Recombination:
     def _neighbors_in(self, reading: Reading) -> set:
         return {*pairwise((_OUTSIDE, *self._pattern(reading.words), _OUTSIDE))}
 
-    def _fits(self, place: Place, filler: Reading, filled: Reading) -> bool:
-        """True if pairs with all the neighbors of the filler stand at a place in training."""
+    def _fill(self, outer: Reading, span: Span, filler: Reading) -> Reading | None:
+        """Return a pair with a filler in a span. None unless pairs with all its neighbors stand there in training."""
+        start, end, part, place = span
+        words = outer.words[:start] + filler.words + outer.words[end:]
+        # The part has no links behind `end`, so that it is found after the move, too.
+        target = _shift(outer.statements[0], end, len(words) - len(outer.words))
+        filled = Reading(words, (_replace(target, part, _shift(filler.statements[0], _FAR, start)),))
         # Training cannot show what is longer than all of it, so there it counts what stands at like places.
-        is_longer = filled.num_tokens > self._most_tokens
-        known = self._find_fillers(place)[0] if is_longer else self._neighbors[place]
-        return len(filled.words) <= self._most_words and self._neighbors_in(filler) <= known
-
-
-def _fill(outer: Reading, filler: Reading, part: Statement, start: int, end: int) -> Reading:
-    """Return the outer pair with a filler for the words from `start` to `end` and for their part of the target."""
-    words = outer.words[:start] + filler.words + outer.words[end:]
-    # The part has no links behind `end`, so that it is found after the move, too.
-    target = _shift(outer.statements[0], end, len(words) - len(outer.words))
-    return Reading(words, (_replace(target, part, _shift(filler.statements[0], _FAR, start)),))
+        known = self._find_fillers(place)[0] if filled.num_tokens > self._most_tokens else self._neighbors[place]
+        return filled if len(words) <= self._most_words and self._neighbors_in(filler) <= known else None
 
 
 def _replace(target: Statement, part: Statement, new: Statement) -> Statement:
     """Return a target with a part replaced in all its places."""
-    tokens: list[str | Link] = []
-    place = 0
+    tokens, place = [], 0
     while place < len(target):
         is_part = target[place : place + len(part)] == part
         tokens += new if is_part else target[place : place + 1]
