@@ -166,7 +166,7 @@ class PairReader:
     def _learn_separators(self, targets: Sequence[Statement]) -> None:
         """Learn the one or two separators that leave the fewest kinds of statements, each with a number."""
         counts = Counter(token for target in targets for token in set(target) if isinstance(token, str))
-        ends = {target[place] for target in targets for place in (0, -1)}
+        ends = {token for target in targets for token in target[:1] + target[-1:]}
         names = [token for token, count in counts.items() if count >= len(targets) / 20 and token not in ends]
         fewest, best = math.inf, None
         for separators in (*((name,) for name in names), *permutations(names, 2)):
