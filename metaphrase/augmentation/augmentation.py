@@ -110,7 +110,6 @@ class SubwordSampler:
         return ids
 
     def _sample(self, plain: Ids, random: Random) -> Ids:
-        # The letters of the word.
         ids = self._words.get(plain)
         if ids is None:
             letters = tuple(self._vocabulary.get(letter) for index in plain for letter in self._pieces[index])
@@ -201,7 +200,6 @@ class Augmenter:
         texts = [self.change_texts(*map(pair.get, SIDES), draw) for pair, draw in zip(pairs, generators, strict=True)]
         encoders, sides = (self.tokenizers.encode_sources, self.tokenizers.encode_targets), []
         for encode, sampler, side in zip(encoders, self._samplers, zip(*texts, strict=True), strict=True):
-            # Each text is segmented by the generator of its pair.
             segment = sampler and (lambda row, encoding, draw=sampler: draw(encoding, generators[row]))
             sides.append(encode(list(side), segment))
         changed = []

@@ -100,14 +100,12 @@ class PairReader:
         self.end_mark = next((mark for mark in last if last[mark] >= least and not mark.isalnum()), None)
         self._has_capitals = sum(source[0][:1].isupper() for source in longer) >= least
         bare = [(self._bare(source), target) for source, target in split]
-        self.translations = find_translations(bare)
+        known = find_translations(bare)
         counts = Counter(word for _, target in bare for word in set(target))
-        followed = Counter(
-            word for source, target in bare for word in set(target).intersection(map(self.translations.get, source))
-        )
+        followed = Counter(word for source, target in bare for word in set(target).intersection(map(known.get, source)))
         self.translations = {
             word: target
-            for word, target in self.translations.items()
+            for word, target in known.items()
             if followed[target] >= 0.95 * counts[target] and any(map(str.isalnum, target))
         }
         # Target words that always occur as often as their source words.
@@ -220,8 +218,7 @@ class PairReader:
         words, target = reading.words, []
         for token in self._join(reading.statements):
             if isinstance(token, Link):
-                place = token.word
-                token = str(place + self.first_number) if token.is_number else self.translations[words[place]]
+                token = str(token.word + self.first_number) if token.is_number else self.translations[words[token.word]]
             target.append(token)
         if self._has_capitals:
             words = (words[0][:1].upper() + words[0][1:], *words[1:])
@@ -309,7 +306,6 @@ class Recombination:
                 least = {other for other, times in counts.items() if times >= number}
                 self._supports[word] = self._supports.get(word, least) & least
         self._learn_additions()
-        self.num_outer = len(self._outer)
 
     def draw(self, source: str, target: str, random: Random) -> tuple[str, str] | None:
         """Return a pair that is made of the given pair and others. None if no part of it can be changed."""
@@ -355,7 +351,7 @@ class Recombination:
         # Two additions one after the other need no third one.
         kinds -= {kind for kind in kinds if any({kind[:end], kind[end:]} <= kinds for end in range(1, len(kind)))}
         additions = [addition for addition in self._evidence if addition.kind in kinds]
-        self.num_additions = len(additions)
+        self.num_additions, self.num_outer = len(additions), len(self._outer)
         learned, self._additions = self._additions, defaultdict(dict)
         for addition in additions:
             self._additions[addition.left][addition] = [*learned[addition.left][addition]][:_MAX_TEXTS]
