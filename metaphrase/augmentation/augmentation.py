@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -95,35 +95,31 @@ class SubwordSampler:
         # Divisors that turn a uniform number into a geometric one. They are finite, also for a rate of 0.
         self._log_skipped, self._log_merged = math.log(rate or _NEAR_ZERO), math.log1p(-rate) or -_NEAR_ZERO
         self._merges: dict[Ids, tuple[int, int]] = {}
-        for rank, merge in enumerate(model["merges"]):
-            first, second = merge.split(" ") if isinstance(merge, str) else merge
+        for rank, (first, second) in enumerate(model["merges"]):
             pair = self._vocabulary[first], self._vocabulary[second]
             self._merges.setdefault(pair, (rank, self._vocabulary[first + second]))
-        self._words: dict[Ids, tuple[Ids, int]] = {}
+        self._words: dict[Ids, Ids] = {}
         self._permitted: dict[Ids, list[tuple[int, int]]] = {}
 
     def __call__(self, encoding: Encoding, random: Random) -> list[int]:
         """Return the ids of a text in a new segmentation, from the plain one."""
-        ids: list[int] = []
-        plain_ids, start = encoding.ids, 0
+        ids, plain_ids = [], iter(encoding.ids)
         for word, tokens in groupby(encoding.word_ids):
-            end = start + len(list(tokens))
-            plain, start = tuple(plain_ids[start:end]), end
+            plain = tuple(islice(plain_ids, len(list(tokens))))
             ids += plain if word is None or not self._whole.isdisjoint(plain) else self._sample(plain, random)
         return ids
 
     def _sample(self, plain: Ids, random: Random) -> Ids:
-        # The letters of the word, and the number of merges that make the plain segmentation of them.
-        ids, num_merges = self._words.get(plain, ((), 0))
-        if not ids:
+        ids = self._words.get(plain)
+        if ids is None:
             letters = tuple(self._vocabulary.get(letter) for index in plain for letter in self._pieces[index])
-            ids, num_merges = (plain, 0) if None in letters else (letters, len(letters) - len(plain))
+            ids = plain if None in letters else letters
             if len(self._words) < _MAX_STATES:
-                self._words[plain] = ids, num_merges
+                self._words[plain] = ids
         # Two of three words skip no merge at a rate of 0.1, and take a single draw.
         draw, log = random.random, math.log
         merged = int(log(1 - draw()) / self._log_merged)
-        if merged >= num_merges:
+        if merged >= len(ids) - len(plain):
             return plain
         for _ in range(merged):
             ids = _apply(self._permitted_merges(ids)[0], ids)
@@ -177,7 +173,7 @@ class Augmenter:
         rates: Mapping[str, float] | None = None,
         prefixes: Sequence[str] = (),
         terms: Mapping[str, Sequence[str]] | None = None,
-        combinations: "tuple[RareWords, Recombination] | None" = None,
+        combinations: tuple[RareWords, Recombination] | None = None,
     ):
         """Take the most tokens of each side, the rates, beginnings of sources that stay, terms with case folded, combinations.
 
@@ -189,12 +185,12 @@ class Augmenter:
         self._samplers: tuple[SubwordSampler | None, ...] = (None, None)
         if subword_sampling is not None:
             source = SubwordSampler(tokenizers.source, subword_sampling)
-            is_joint = tokenizers.is_joint
-            self._samplers = source, source if is_joint else SubwordSampler(tokenizers.target, subword_sampling)
-        tokens = {token for side in (tokenizers.source, tokenizers.target) for token in side.get_added_vocab()}
-        names = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
-        starts = "|".join(re.escape(prefix) for prefix in sorted(prefixes, key=len, reverse=True))
-        self._unchanged = re.compile(f"(^(?:{starts})|{names})" if starts else f"({names})")
+            target = source if tokenizers.is_joint else SubwordSampler(tokenizers.target, subword_sampling)
+            self._samplers = source, target
+        tokens = {*tokenizers.source.get_added_vocab(), *tokenizers.target.get_added_vocab()}
+        parts = [f"^{re.escape(prefix)}" for prefix in sorted(prefixes, key=len, reverse=True)]
+        parts += map(re.escape, sorted(tokens, key=len, reverse=True))
+        self._unchanged = re.compile(f"({'|'.join(parts)})")
 
     def __call__(
         self, pairs: Sequence[Mapping[str, Any]], epoch: int, rows: Sequence[int]
@@ -202,14 +198,10 @@ class Augmenter:
         """Return new `input_ids` and `labels` of pairs with texts, in an epoch. Rows are the numbers of the pairs in all data."""
         generators = [Random(f"{self.seed} {epoch} {row}") for row in rows]
         texts = [self.change_texts(*map(pair.get, SIDES), draw) for pair, draw in zip(pairs, generators, strict=True)]
-        sides = []
-        encoders = self.tokenizers.encode_sources, self.tokenizers.encode_targets
+        encoders, sides = (self.tokenizers.encode_sources, self.tokenizers.encode_targets), []
         for encode, sampler, side in zip(encoders, self._samplers, zip(*texts, strict=True), strict=True):
-
-            def segment(number: int, encoding: Encoding, sampler=sampler) -> list[int]:
-                return sampler(encoding, generators[number])
-
-            sides.append(encode(list(side), sampler and segment))
+            segment = sampler and (lambda row, encoding, draw=sampler: draw(encoding, generators[row]))
+            sides.append(encode(list(side), segment))
         changed = []
         for pair, (_, target), *ids in zip(pairs, texts, *sides, strict=True):
             # A side that is too long stays as it was.
@@ -227,7 +219,7 @@ class Augmenter:
             return source, target
         rare_words, recombination = self._combinations
         if rates["recombination"] and random.random() < rates["recombination"]:
-            has_tokens = any(len(self._unchanged.split(text)) > 1 for text in (source, target))
+            has_tokens = any(map(self._unchanged.search, (source, target)))
             if not has_tokens and (pair := recombination.draw(source, target, random)) is not None:
                 source, target = pair
         if rates["rare_words"] and random.random() < rates["rare_words"]:
@@ -261,11 +253,10 @@ class Augmenter:
         words = {word.casefold(): word for word in SPACED_WORD.findall(target)}
         positions, start = [], 0
         for number, part in enumerate(self._unchanged.split(source)):
-            if number % 2 == 0:
-                for match in SPACED_WORD.finditer(part):
-                    partners = self._terms.get(match.group().casefold(), ())
-                    if terms := [words[partner] for partner in partners if partner in words]:
-                        positions.append((start + match.end(), random.choice(terms)))
+            for match in () if number % 2 else SPACED_WORD.finditer(part):
+                partners = self._terms.get(match.group().casefold(), ())
+                if terms := [words[partner] for partner in partners if partner in words]:
+                    positions.append((start + match.end(), random.choice(terms)))
             start += len(part)
         chosen = sorted(random.sample(positions, min(len(positions), random.randint(1, _MAX_TERMS))), reverse=True)
         opening, closing = TERM_TOKENS
@@ -294,25 +285,17 @@ def _misspell(text: str, random: Random) -> str:
     return text
 
 
-class Combinations(NamedTuple):
-    """Words and parts of pairs that may take the places of others."""
-
-    rare_words: RareWords
-    recombination: Recombination
-
-
 def make_augmenter(corpus: PairCorpus, tokenizers: TokenizerPair) -> Augmenter:
     """Return the augmenter of a corpus, by its recipe. Terms and combinations are learned from the pairs."""
     recipe, rates, terms, combinations = corpus.recipe, corpus.recipe.augmentation, None, None
     if {"rare_words", "recombination"} & rates.keys():
         combinations = learn_combinations(corpus)
-        if "rare_words" in rates and not combinations.rare_words.substitutes:
+        if "rare_words" in rates and not combinations[0].substitutes:
             raise MetaphraseError(
                 "`augmentation.rare_words` must be left out: no words may stand in the place of others."
             )
     if "terms" in rates:
-        terms = learn_terms(_sample_pairs(corpus))
-        if not terms:
+        if not (terms := learn_terms(_sample_pairs(corpus))):
             raise MetaphraseError("`augmentation.terms` must be left out: no words are found to translate each other.")
         logger.info("%sLearned %d terms, to insert some into sources.", corpus.label, len(terms))
     return Augmenter(
@@ -324,18 +307,18 @@ def _sample_pairs(corpus: PairCorpus) -> list[tuple[str, str]]:
     return sample_pairs(zip(*corpus.sides(), strict=True), _MAX_LEARNED_PAIRS)[1]
 
 
-def learn_combinations(corpus: PairCorpus) -> Combinations:
+def learn_combinations(corpus: PairCorpus) -> tuple[RareWords, Recombination]:
     """Learn words and parts of the training pairs that may take the places of others, once for a corpus."""
     if "combinations" not in corpus.learned:
         pairs = _sample_pairs(corpus)
-        corpus.learned["combinations"] = Combinations(RareWords.learn(pairs), Recombination(pairs[:_MAX_RECOMBINED]))
+        corpus.learned["combinations"] = RareWords.learn(pairs), Recombination(pairs[:_MAX_RECOMBINED])
     return corpus.learned["combinations"]
 
 
 def recombined_pairs(corpus: PairCorpus) -> list[tuple[str, str]]:
     """Return pairs that recombination makes of training pairs, to see their words and lengths."""
     if "recombined" not in corpus.learned:
-        random, recombination = Random(corpus.seed), learn_combinations(corpus).recombination
+        random, (_, recombination) = Random(corpus.seed), learn_combinations(corpus)
         drawn = (recombination.draw(*pair, random) for pair in _sample_pairs(corpus)[:_RECOMBINED_PAIRS])
         corpus.learned["recombined"] = pairs = [pair for pair in drawn if pair is not None]
         if not pairs:
@@ -364,8 +347,7 @@ class AugmentedPairs(EpochPairs):
         sample = self.__getitems__(rows)
         self._growth = {}
         for ids, name, limit in zip(_IDS, LENGTH_COLUMNS, augmenter.limits, strict=True):
-            plain = np.asarray(pairs[rows][name])
-            self._growth[name] = sum(len(pair[ids]) for pair in sample) / int(plain.sum()), limit
+            self._growth[name] = sum(len(pair[ids]) for pair in sample) / sum(pairs[rows][name]), limit
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -380,6 +362,5 @@ class AugmentedPairs(EpochPairs):
 
     def __getitems__(self, rows: list[int]) -> list[dict[str, list[int]]]:
         """Return the pairs of a batch. A number beyond the end is that of a later reading. Loaders of torch call this method."""
-        columns = self.pairs.select_columns([*SIDES, *_IDS])[[row % len(self) for row in rows]]
-        pairs = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        pairs = self.pairs.select_columns([*SIDES, *_IDS]).__getitems__([row % len(self) for row in rows])
         return self.augmenter(pairs, self.epoch, rows)

@@ -3,14 +3,13 @@
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 
 import datasets
 import numpy as np
-from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from metaphrase.augmentation.augmentation import EpochPairs
@@ -29,8 +28,8 @@ SENTENCE_MARKS = (".", "!", "?", "…", "。", "！", "？", "．", "؟", "।")
 CLOSING_MARKS = "\"'”’»)]}」』）"
 # Names of the modes in the paper of UL2, and in the published models.
 MODE_TOKENS = {"R": ("[R]", "[NLU]"), "S": ("[S]", "[S2S]"), "X": ("[X]", "[NLG]")}
-# Mode, mean span length in tokens, noise density.
-_UL2_SPANS = (("R", 3.0, 0.15), ("R", 8.0, 0.15), ("X", 3.0, 0.5), ("X", 8.0, 0.5), ("X", 64.0, 0.15), ("X", 64.0, 0.5))
+# Mode, noise density, mean span length in tokens.
+_UL2_SPANS = (("R", 0.15, 3.0), ("R", 0.15, 8.0), ("X", 0.5, 3.0), ("X", 0.5, 8.0), ("X", 0.15, 64.0), ("X", 0.5, 64.0))
 _UL2_SUFFIX_FRACTION = 0.25
 # A block has a token to keep and a token to hide.
 _SHORTEST_BLOCK, _LONGEST_BLOCK = 2, 2**40
@@ -58,7 +57,7 @@ def sentinel_tokens(count: int) -> tuple[str, ...]:
     return tuple(f"<extra_id_{index}>" for index in range(count))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SpanCorruption(Objective):
     """Objective that replaces spans of a block by sentinels. The target is each sentinel followed by its span.
 
@@ -108,15 +107,11 @@ def replace_spans(
     block: Sequence[int] | np.ndarray, spans: np.ndarray, sentinel_ids: Sequence[int], eos_token_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the block with each span `(spans, 2)` replaced by a sentinel, and the target: each sentinel followed by its span."""
-    block = np.asarray(block, dtype=np.int64)
-    source, target, position = [], [], 0
-    for (start, end), sentinel in zip(spans, sentinel_ids[: len(spans)], strict=True):
-        source += [block[position:start], [sentinel]]
-        target += [[sentinel], block[start:end]]
-        position = end
-    source += [block[position:], [eos_token_id]]
-    target += [[eos_token_id]]
-    return np.concatenate(source).astype(np.int64), np.concatenate(target).astype(np.int64)
+    parts = np.split(np.asarray(block, dtype=np.int64), spans.ravel())
+    marks = [[token] for token in (*sentinel_ids[: len(spans)], eos_token_id)]
+    source = chain.from_iterable(zip(parts[::2], marks, strict=True))
+    target = chain.from_iterable(zip(marks, [*parts[1::2], parts[0][:0]], strict=True))
+    return np.concatenate([*source]), np.concatenate([*target])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,18 +136,16 @@ class TextInfilling(Objective):
 
     def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         block = np.asarray(block, dtype=np.int64)
-        shuffled = self.permute_sentences(block, generator) if self.full_stop_ids else block
+        shuffled = self.permute_sentences(block, generator)
         # All positions of the spans are equally likely.
         lengths = self.span_lengths(len(block), generator)
         num_items = len(block) - int(lengths.sum()) + len(lengths)
-        is_mask = np.zeros(num_items, dtype=bool)
-        is_mask[generator.choice(num_items, size=len(lengths), replace=False)] = True
-        widths = np.ones(num_items, dtype=np.int64)
-        widths[is_mask] = lengths
-        starts = np.cumsum(widths) - widths
-        source = np.full(num_items + 1, self.mask_token_id, dtype=np.int64)
-        source[:-1][~is_mask] = shuffled[starts[~is_mask]]
-        source[-1] = self.eos_token_id
+        masks = np.sort(generator.choice(num_items, size=len(lengths), replace=False))
+        # The last item is the end-of-sequence token.
+        widths = np.ones(num_items + 1, dtype=np.int64)
+        widths[masks] = lengths
+        source = np.append(shuffled, self.eos_token_id)[np.cumsum(widths) - widths]
+        source[masks] = self.mask_token_id
         return source, np.append(block, self.eos_token_id)
 
     def span_lengths(self, block_length: int, generator: np.random.Generator) -> np.ndarray:
@@ -162,11 +155,8 @@ class TextInfilling(Objective):
         while lengths.sum() < budget:
             lengths = np.append(lengths, generator.poisson(self.mean_span_length, size=budget))
         totals = np.cumsum(lengths)
-        last = int(np.searchsorted(totals, budget))
-        lengths = lengths[: last + 1]
-        lengths[last] -= totals[last] - budget
-        if (surplus := len(lengths) - budget) > 0:
-            lengths = np.delete(lengths, np.flatnonzero(lengths == 0)[:surplus])
+        lengths = np.diff(totals[totals < budget], prepend=0, append=budget)
+        lengths = np.delete(lengths, np.flatnonzero(lengths == 0)[: max(len(lengths) - budget, 0)])
         # Otherwise the shortened span would always be the last of the text.
         return generator.permutation(lengths)
 
@@ -197,20 +187,15 @@ class MixtureOfDenoisers(Objective):
     def __init__(self, sentinel_ids: Sequence[int], eos_token_id: int, mode_token_ids: Mapping[str, int]):
         """Take the token before the source by mode, if there is any. The first sentinel also replaces the rest of a block."""
         self.sentinel_ids, self.eos_token_id, self.mode_token_ids = sentinel_ids, eos_token_id, mode_token_ids
-        tokens = {"sentinel_ids": sentinel_ids, "eos_token_id": eos_token_id}
-        self.spans = [
-            (mode, SpanCorruption(noise_density=density, mean_span_length=mean, **tokens))
-            for mode, mean, density in _UL2_SPANS
-        ]
+        self.spans = [(mode, SpanCorruption(sentinel_ids, eos_token_id, *noise)) for mode, *noise in _UL2_SPANS]
 
     def longest_suffix(self, block_length: int) -> int:
         mean = max(round(block_length * _UL2_SUFFIX_FRACTION), 1)
         return min(2 * mean - 1, block_length - 1)
 
     def lengths(self, block_length: int) -> tuple[int, int]:
-        sides = [spans.lengths(block_length) for _, spans in self.spans]
-        sides.append((block_length + 1, self.longest_suffix(block_length) + 2))
-        source, target = map(max, zip(*sides, strict=True))
+        suffix = block_length + 1, self.longest_suffix(block_length) + 2
+        source, target = map(max, suffix, *(spans.lengths(block_length) for _, spans in self.spans))
         return source + bool(self.mode_token_ids), target
 
     def num_sentinels(self, block_length: int) -> int:
@@ -246,8 +231,7 @@ class PrefixLM(Objective):
 
     def __call__(self, block: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         parts = np.split(np.asarray(block, dtype=np.int64), [generator.integers(1, len(block))])
-        source, target = (np.append(part, self.eos_token_id) for part in parts)
-        return source, target
+        return tuple(np.append(part, self.eos_token_id) for part in parts)
 
 
 def objective_tokens(name: str, num_sentinels: int = DEFAULT_SENTINELS) -> tuple[str, ...]:
@@ -272,10 +256,10 @@ def make_objective(
     eos, vocabulary = tokenizer.eos_token_id, tokenizer.get_vocab()
     if name == "prefix_lm":
         return PrefixLM(eos)
-    mask = vocabulary.get(MASK_TOKEN if tokenizer.mask_token is None else tokenizer.mask_token)
-    sentinels = tuple(map(vocabulary.get, takewhile(vocabulary.__contains__, sentinel_tokens(len(vocabulary)))))
     is_infilling = name == "text_infilling"
-    if (is_infilling and mask is None) or not (is_infilling or sentinels):
+    names = (tokenizer.mask_token or MASK_TOKEN,) if is_infilling else sentinel_tokens(len(vocabulary))
+    noise_ids = tuple(map(vocabulary.get, takewhile(vocabulary.__contains__, names)))
+    if not noise_ids:
         tokens = MASK_TOKEN if is_infilling else "<extra_id_0> and further ones"
         raise MetaphraseError(f"A tokenizer must have {tokens} for `objective` {name}, got none.")
     if is_infilling:
@@ -283,13 +267,11 @@ def make_objective(
         ids = sorted(set(vocabulary.values()) - set(tokenizer.all_special_ids))
         texts = (tokenizer.decode([token]).rstrip(CLOSING_MARKS + " ") for token in ids)
         full_stops = tuple(token for token, text in zip(ids, texts, strict=True) if text.endswith(SENTENCE_MARKS))
-        return TextInfilling(mask_token_id=mask, eos_token_id=eos, full_stop_ids=full_stops, **options)
+        return TextInfilling(mask_token_id=noise_ids[0], eos_token_id=eos, full_stop_ids=full_stops, **options)
     if name == "span_corruption":
-        return SpanCorruption(sentinel_ids=sentinels, eos_token_id=eos, **options)
-    mode_token_ids = {
-        mode: vocabulary[name] for mode, names in MODE_TOKENS.items() for name in names if name in vocabulary
-    }
-    return MixtureOfDenoisers(sentinels, eos, mode_token_ids)
+        return SpanCorruption(sentinel_ids=noise_ids, eos_token_id=eos, **options)
+    modes = {mode: vocabulary[token] for mode, tokens in MODE_TOKENS.items() for token in tokens if token in vocabulary}
+    return MixtureOfDenoisers(noise_ids, eos, modes)
 
 
 class DenoisingDataset(EpochPairs):
@@ -353,7 +335,6 @@ def longest_block(objective: Objective, max_source_length: int, max_target_lengt
     return longest
 
 
-_FEATURES = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
 TEXTS_PER_CALL = 1000
 # Part of every cache key. Raise it when the same texts would be cut into other blocks.
 CACHE_VERSION = 7
@@ -401,46 +382,32 @@ def text_blocks(
 ) -> tuple[datasets.Dataset, BlockReport]:
     """Join all documents in order, each with its end-of-sequence token, and cut them into blocks.
 
-    `datasets` caches the result by data set, tokenizer and length, on disk if `texts` is on disk. One process cuts, because each
-    block begins where the last one ended. Tokens behind the last block are not used, and counted.
+    The result is cached on disk by data set, tokenizer and length. One process cuts, because each block begins where the last
+    one ended. Tokens behind the last block are not used, and counted.
     """
     if not tokenizers.is_joint:
         raise MetaphraseError("`tokenizers` must be joint, because a block goes to both sides, got two tokenizers.")
-    rest: list[int] = []  # tokens behind the last block
-    num_empty = num_invalid = 0
 
-    def cut(batch: list[str | None], rows: list[int]) -> dict[str, list[list[int]]]:
-        nonlocal num_empty, num_invalid
-        valid = [text for text in batch if text is not None]
-        num_invalid += len(batch) - len(valid)
-        for text, ids in zip(valid, tokenizers.encode_sources(valid), strict=True):
+    def cut() -> Iterator[tuple[np.ndarray]]:
+        rest, num_empty, num_invalid = [], 0, 0
+        for batch in texts.iter(TEXTS_PER_CALL):
+            valid = [text for text in batch["text"] if text is not None]
+            encoded = zip(valid, tokenizers.encode_sources(valid), strict=True)
             # An empty document has the end-of-sequence token alone.
-            if not text.strip() or len(ids) == 1:
-                num_empty += 1
-            else:
-                rest.extend(ids)
-        stop = len(rest) - len(rest) % block_length
-        blocks = [rest[start : start + block_length] for start in range(0, stop, block_length)]
-        del rest[:stop]
-        if rows[-1] == len(texts) - 1:
-            # The last row holds the counts and the rest, so that a cached run has them too.
-            blocks.append([num_empty, num_invalid, *rest])
-        return {"input_ids": blocks}
+            documents = [ids for text, ids in encoded if text.strip() and len(ids) > 1]
+            num_empty += len(valid) - len(documents)
+            num_invalid += len(batch["text"]) - len(valid)
+            rest.extend(chain.from_iterable(documents))
+            stop = len(rest) - len(rest) % block_length
+            yield from zip(np.array(rest[:stop], dtype=np.int32).reshape(-1, block_length), strict=True)
+            del rest[:stop]
+        # The last row holds the counts and the rest, so that a cached run has them too.
+        yield (np.array([num_empty, num_invalid, *rest], dtype=np.int32),)
 
-    keys = (texts._fingerprint, tokenizer_fingerprint(tokenizers), block_length, CACHE_VERSION)
-    rows = texts.map(
-        cut,
-        batched=True,
-        batch_size=TEXTS_PER_CALL,
-        with_indices=True,
-        input_columns=["text"],
-        remove_columns=texts.column_names,
-        features=_FEATURES,
-        new_fingerprint=Hasher.hash(keys),
-        desc="Cutting blocks",
-    )
+    key = texts._fingerprint, tokenizer_fingerprint(tokenizers), block_length, CACHE_VERSION
+    rows = read_cached(cut, datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}), key, ())
     blocks = rows.select(range(len(rows) - 1))
-    num_empty, num_invalid, *rest = rows[len(blocks)]["input_ids"]
+    num_empty, num_invalid, *rest = rows[-1]["input_ids"]
     num_tokens = len(blocks) * block_length + len(rest)
     report = BlockReport(len(texts), num_empty, num_invalid, block_length, len(blocks), len(rest), num_tokens)
     if not report.blocks:

@@ -34,19 +34,17 @@ class RareWords:
         counts = Counter(word for source, _ in split for word in set(source))
         translations = find_translations(split)
         contexts: dict[str, set[Context]] = defaultdict(set)
+        words_in: dict[Context, set[str]] = defaultdict(set)
         for source, target in split:
             # The two words behind each word of the target.
             behind: dict[str, set[tuple[str, str]]] = defaultdict(set)
             for word, *after in zip(target, [*target[1:], _OUTSIDE], [*target[2:], _OUTSIDE, _OUTSIDE], strict=False):
                 behind[word].add(tuple(after))
             for before, word, after in zip([_OUTSIDE, *source], source, [*source[1:], _OUTSIDE], strict=False):
-                if translations.get(word) in behind:
-                    outputs = frozenset(behind[translations[word]])
-                    contexts[word] |= {(before, False, outputs), (after, True, outputs)}
-        words_in: dict[Context, list[str]] = defaultdict(list)
-        for word, contexts_of_word in contexts.items():
-            for context in contexts_of_word:
-                words_in[context].append(word)
+                if outputs := frozenset(behind.get(translations.get(word), ())):
+                    for context in ((before, False, outputs), (after, True, outputs)):
+                        contexts[word].add(context)
+                        words_in[context].add(word)
         substitutes: dict[str, dict[str, int]] = defaultdict(dict)
         for word, contexts_of_word in contexts.items():
             # The context that the fewest words share leaves the fewest sets to compare.
@@ -57,12 +55,11 @@ class RareWords:
 
     def draw(self, source: str, target: str, random: Random) -> tuple[tuple[str, str], tuple[str, str]] | None:
         """Draw for source and target a word and its replacement, the rarer ones more often. None if the pair has no such word."""
-        words, target_words = dict.fromkeys(source.split()), set(target.split())
+        words = dict.fromkeys(source.split())
         counts = Counter(map(self.translations.get, words))
-        replaceable = [word for word in words if word in self.substitutes]
         # With another source word of the same translation, it is unknown which target word belongs to which.
-        replaceable = [word for word in replaceable if counts[self.translations[word]] == 1]
-        replaceable = [word for word in replaceable if self.translations[word] in target_words]
+        single = {word for word in target.split() if counts[word] == 1}
+        replaceable = [word for word in words if word in self.substitutes and self.translations[word] in single]
         if not replaceable:
             return None
         old = random.choice(replaceable)

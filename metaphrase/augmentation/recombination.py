@@ -47,6 +47,8 @@ Statement = tuple[str | Link, ...]
 Pattern = tuple[str | int, ...]
 # Symbols of a pattern before and behind a pair inside it.
 Place = tuple[str | int, str | int]
+# Start and end of the words of a pair inside another one, its part of the target, and its place.
+Span = tuple[int, int, Statement, Place]
 
 
 class Reading(NamedTuple):
@@ -94,30 +96,23 @@ class PairReader:
         longer = [source for source, _ in split if len(source) > 1]
         self._inside = Counter(word for source in longer for word in source[1:])
         least = _NEARLY_ALL * len(longer)
-        marks = {
-            mark: number for mark, number in Counter(source[-1] for source in longer).items() if not mark.isalnum()
-        }
-        self.end_mark = next((mark for mark, number in marks.items() if number >= least), None)
+        last = Counter(source[-1] for source in longer)
+        self.end_mark = next((mark for mark in last if last[mark] >= least and not mark.isalnum()), None)
         self._has_capitals = sum(source[0][:1].isupper() for source in longer) >= least
         bare = [(self._bare(source), target) for source, target in split]
-        self.translations = find_translations(bare)
+        known = find_translations(bare)
         counts = Counter(word for _, target in bare for word in set(target))
-        followed = Counter(
-            word for source, target in bare for word in set(target).intersection(map(self.translations.get, source))
-        )
+        followed = Counter(word for source, target in bare for word in set(target).intersection(map(known.get, source)))
         self.translations = {
             word: target
-            for word, target in self.translations.items()
+            for word, target in known.items()
             if followed[target] >= 0.95 * counts[target] and any(map(str.isalnum, target))
         }
         # Target words that always occur as often as their source words.
-        copies = {
-            word
-            for source, target in bare
-            for word in map(self.translations.get, source)
-            if target.count(word) != sum(self.translations.get(other) == word for other in source)
-        }
-        self._single = {*self.translations.values()} - copies
+        self._single = {*self.translations.values()}
+        for source, target in bare:
+            numbers = Counter(map(self.translations.get, source))
+            self._single -= {word for word in numbers if target.count(word) != numbers[word]}
         self.first_number = self._find_first_number(bare)
         self._separators: tuple[str, ...] = ()
         self._ranks: dict[tuple[str | bool, ...], int] = {}
@@ -126,7 +121,7 @@ class PairReader:
             self._learn_separators(links[:_SHOWN_PAIRS])
 
     def _bare(self, words: Sequence[str]) -> tuple[str, ...]:
-        words = tuple(words[:-1] if self.end_mark and words[-1:] == [self.end_mark] else words)
+        words = tuple(words[:-1] if words[-1:] == [self.end_mark] else words)
         if not words or not self._has_capitals:
             return words
         first = words[0][:1].lower() + words[0][1:]
@@ -134,32 +129,23 @@ class PairReader:
 
     def _find_first_number(self, pairs: Sequence[tuple[tuple[str, ...], list[str]]]) -> int | None:
         """Return the number of the first word, if numbers name words that the target follows."""
-        numbers = [
-            (words, target, int(token))
-            for words, target in pairs
-            for token in target
-            if token.isdecimal() and len(words) > 1
-        ]
-        named: dict[int, int] = {}
-        for first in (0, 1):
-            words_of_numbers = [
-                (words[number - first], target) for words, target, number in numbers if 0 <= number - first < len(words)
-            ]
-            named[first] = sum(self.translations.get(word) in target for word, target in words_of_numbers)
-        best = max(named, key=lambda first: named[first])
-        is_named = named[best] >= _NEARLY_ALL * len(numbers)
-        return best if is_named and len(numbers) > len(pairs) / 2 else None
+        named, num_numbers = [0, 0], 0
+        for words, target in pairs:
+            for number in map(int, filter(str.isdecimal, target if len(words) > 1 else ())):
+                num_numbers += 1
+                for first in (0, 1):
+                    is_inside = 0 <= number - first < len(words)
+                    named[first] += is_inside and self.translations.get(words[number - first]) in target
+        best = named.index(max(named))
+        return best if num_numbers > len(pairs) / 2 and named[best] >= _NEARLY_ALL * num_numbers else None
 
     def _link(self, words: Sequence[str], target: Sequence[str]) -> Statement | None:
         """Return the target with links. None if it is unknown which of several words with the same translation it follows."""
-        places: dict[str, list[int]] = defaultdict(list)
+        places: dict[str | None, list[int]] = defaultdict(list)
         for place, word in enumerate(words):
-            if (translation := self.translations.get(word)) is not None:
-                places[translation].append(place)
-        tokens: list[str | Link] = []
-        number = None
-        for index in reversed(range(len(target))):
-            token = target[index]
+            places[self.translations.get(word)].append(place)
+        tokens, number = [], None
+        for index, token in reversed([*enumerate(target)]):
             if self.first_number is not None and token.isdecimal():
                 number = int(token) - self.first_number
                 tokens.append(Link(number, True))
@@ -178,7 +164,7 @@ class PairReader:
     def _learn_separators(self, targets: Sequence[Statement]) -> None:
         """Learn the one or two separators that leave the fewest kinds of statements, each with a number."""
         counts = Counter(token for target in targets for token in set(target) if isinstance(token, str))
-        ends = {target[place] for target in targets for place in (0, -1)}
+        ends = {token for target in targets for token in target[:1] + target[-1:]}
         names = [token for token, count in counts.items() if count >= len(targets) / 20 and token not in ends]
         fewest, best = math.inf, None
         for separators in (*((name,) for name in names), *permutations(names, 2)):
@@ -190,7 +176,9 @@ class PairReader:
             for rank, statement in (part for target in targets for part in self._split(target)):
                 ranks[_template(statement)][rank] += 1
             self._ranks = {template: rank.most_common(1)[0][0] for template, rank in ranks.items()}
-            if len(ranks) < fewest and sum(map(self._is_regular, targets)) >= _NEARLY_ALL * len(targets):
+            # The statements, sorted, make a regular target again.
+            is_regular = (self._has_number_in_each(one) and self._join(self._sort(one)) == one for one in targets)
+            if len(ranks) < fewest and sum(is_regular) >= _NEARLY_ALL * len(targets):
                 fewest, best = len(ranks), (separators, self._ranks)
         self._separators, self._ranks = best or ((), {})
         if best is None:
@@ -209,46 +197,32 @@ class PairReader:
         places = [_first_place(statement) >= 0 for _, statement in self._split(target)]
         return all(places) or len(places) == 1
 
-    def _is_regular(self, target: Statement) -> bool:
-        """True if the statements, sorted, make the target again."""
-        statements = [statement for _, statement in self._split(target)]
-        return self._has_number_in_each(target) and self._join(self._sort(statements)) == target
-
-    @staticmethod
-    def _sort(statements: Iterable[Statement]) -> tuple[Statement, ...]:
-        return tuple(sorted(statements, key=_first_place))
+    def _sort(self, target: Statement) -> tuple[Statement, ...]:
+        return tuple(sorted((statement for _, statement in self._split(target)), key=_first_place))
 
     def _join(self, statements: Sequence[Statement]) -> Statement:
         if not self._separators:
             return statements[0]
         ranked = sorted(((self._ranks.get(_template(part), 0), part) for part in statements), key=lambda item: item[0])
-        tokens = [token for rank, part in ranked for token in (*part, self._separators[rank])]
-        return tuple(tokens[:-1])
+        return tuple(token for rank, part in ranked for token in (*part, self._separators[rank]))[:-1]
 
     def read(self, source: str, target: str) -> Reading | None:
         """Return the reading of a pair. None if it has words with the same translation, or is written unlike the others."""
         words = self._bare(source.split())
         if (tokens := self._link(words, target.split())) is None or not words:
             return None
-        statements = (tokens,)
-        if self._separators:
-            statements = self._sort(statement for _, statement in self._split(tokens))
-        reading = Reading(words, statements)
+        reading = Reading(words, self._sort(tokens))
         return reading if self.write(reading) == (source, target) else None
 
     def write(self, reading: Reading) -> tuple[str, str]:
-        words = reading.words
-        target = " ".join(
-            token
-            if isinstance(token, str)
-            else str(token.word + (self.first_number or 0))
-            if token.is_number
-            else self.translations[words[token.word]]
-            for token in self._join(reading.statements)
-        )
+        words, target = reading.words, []
+        for token in self._join(reading.statements):
+            if isinstance(token, Link):
+                token = str(token.word + self.first_number) if token.is_number else self.translations[words[token.word]]
+            target.append(token)
         if self._has_capitals:
             words = (words[0][:1].upper() + words[0][1:], *words[1:])
-        return " ".join((*words, self.end_mark) if self.end_mark else words), target
+        return " ".join((*words, self.end_mark) if self.end_mark else words), " ".join(target)
 
 
 class Addition(NamedTuple):
@@ -285,6 +259,8 @@ class Recombination:
 
     Attributes:
         has_places: True if numbers in the targets are places of source words.
+        num_additions: Number of additions to sources.
+        num_outer: Number of pairs with another pair inside.
     """
 
     def __init__(self, pairs: Iterable[tuple[str, str]]):
@@ -292,56 +268,50 @@ class Recombination:
         pairs = [pair for pair in pairs if pair[0].count(" ") < _MOST_WORDS]
         self.reader = PairReader(pairs)
         self._readings = [reading for pair in pairs if (reading := self.reader.read(*pair)) is not None]
-        # Tokens behind each word in targets, and their highest number in one target.
-        self._behind: dict[str, set] = defaultdict(set)
         uses: dict[str, set] = defaultdict(set)
         for reading in self._readings:
             before = [_OUTSIDE, *(word if word not in self.reader.translations else 0 for word in reading.words)]
             for place, slot in _find_slots(reading.statements):
-                self._behind[reading.words[place]].add(slot[1])
                 uses[reading.words[place]].add((before[place], slot))
         self._classes = _find_classes(uses)
-        self._most_behind: Counter = Counter()
+        most: Counter = Counter()
         # Targets of a pattern, with the words of each pair.
         self._known: dict[Pattern, dict[tuple[Statement, ...], list[tuple[str, ...]]]] = {}
         for reading in self._readings:
             for (place, behind), number in _count_behind(reading.statements).items():
                 key = self._classes[reading.words[place]], behind
-                self._most_behind[key] = max(self._most_behind[key], number)
+                most[key] = max(most[key], number)
             targets = self._known.setdefault(self._pattern(reading.words), {})
             targets.setdefault(reading.statements, []).append(reading.words)
+        # Tokens behind each word in targets, with their highest number in one target behind a word of its class.
+        behind_words = ((word, slot[1]) for word in uses for _, slot in uses[word])
+        self._most_behind = Counter({(word, slot): most[self._classes[word], slot] for word, slot in behind_words})
         self._known = {pattern: targets for pattern, targets in self._known.items() if len(targets) <= _MOST_TARGETS}
         self._most_words = _MAX_GROWTH * max((len(reading.words) for reading in self._readings), default=0)
         self._most_tokens = max((reading.num_tokens for reading in self._readings), default=0)
         self.has_places = self.reader.first_number is not None
-        self._inner: dict[Pattern, list[tuple[int, int, Statement]]] = {}
+        self._inner: dict[Pattern, list[Span]] = {}
         self._neighbors: dict[Place, set] = defaultdict(set)
         self._outer: list[Reading] = []
-        self._alike: dict[Place, set] = {}
-        self._fillers: dict[Place, tuple[list[Reading], list[Reading]]] = {}
+        self._fillers: dict[Place, tuple[set, list[Reading], list[Reading]]] = {}
         if not self.has_places:
             self._learn_exchanges()
-        self._pairs_of_neighbors = {
-            pair for pattern in self._known for pair in pairwise((_OUTSIDE, *pattern, _OUTSIDE))
-        }
-        self._supports = self._find_supports()
+        self._pairs_of_neighbors: set = set()
+        # For each word without a class, the words that no pattern has less often, as *by* never comes without *was*.
+        self._supports: dict[str, set[str]] = {}
+        for pattern in self._known:
+            self._pairs_of_neighbors.update(pairwise((_OUTSIDE, *pattern, _OUTSIDE)))
+            counts = Counter(word for word in pattern if isinstance(word, str))
+            for word, number in counts.items():
+                least = {other for other, times in counts.items() if times >= number}
+                self._supports[word] = self._supports.get(word, least) & least
         self._learn_additions()
-
-    @property
-    def num_additions(self) -> int:
-        return len(self._texts)
-
-    @property
-    def num_outer(self) -> int:
-        """Number of pairs with another pair inside."""
-        return len(self._outer)
 
     def draw(self, source: str, target: str, random: Random) -> tuple[str, str] | None:
         """Return a pair that is made of the given pair and others. None if no part of it can be changed."""
-        reading = self.reader.read(source, target)
+        changed = reading = self.reader.read(source, target)
         if reading is None:
             return None
-        changed = reading
         depth = random.randrange(random.randint(1, _MAX_DEPTH))
         if self._outer and random.random() < 0.5:
             outer = reading if self._pattern(reading.words) in self._inner else random.choice(self._outer)
@@ -356,9 +326,10 @@ class Recombination:
         return tuple(self._classes.get(word, word) for word in words)
 
     def _learn_additions(self) -> None:
-        texts: dict[Addition, Counter] = defaultdict(Counter)
+        # Additions by the pattern before them, with their texts.
+        self._additions: dict[Pattern, dict] = defaultdict(lambda: defaultdict(Counter))
         for pattern, targets in self._known.items():
-            inner = {(start, end) for start, end, _ in self._inner.get(pattern, ())}
+            inner = {(start, end) for start, end, *_ in self._inner.get(pattern, ())}
             # From the end on: the same words a place later are the same addition.
             later: set[tuple[int, int]] = set()
             for start in reversed(range(len(pattern))):
@@ -366,41 +337,26 @@ class Recombination:
                     if {(0, start), (end, len(pattern))} & inner:
                         # The words stand around a pair, which an exchange can replace.
                         continue
-                    is_same = (start + 1, end + 1) in later and pattern[start] == pattern[end]
-                    for longer, sources in targets.items():
-                        for shorter in () if is_same else self._known.get(pattern[:start] + pattern[end:], ()):
-                            if (addition := self._subtract(pattern, start, end, longer, shorter)) is not None:
-                                texts[addition].update(words[start:end] for words in sources[:_MAX_TEXTS])
-                                later.add((start, end))
-                    if is_same:
+                    if (start + 1, end + 1) in later and pattern[start] == pattern[end]:
                         later.add((start, end))
-        self._index(texts)
+                        continue
+                    for longer, sources in targets.items():
+                        for shorter in self._known.get(pattern[:start] + pattern[end:], ()):
+                            if (addition := self._subtract(pattern, start, end, longer, shorter)) is not None:
+                                texts = (words[start:end] for words in sources[:_MAX_TEXTS])
+                                self._additions[addition.left][addition].update(texts)
+                                later.add((start, end))
         self._evidence = self._check()
         kinds = {addition.kind for addition in self._evidence}
-        for addition in list(self._evidence):
-            kind = addition.kind
-            # Two additions one after the other need no third one.
-            if any({kind[:split], kind[split:]} <= kinds for split in range(1, len(kind))):
-                del self._evidence[addition]
-        self._texts = {addition: [*texts[addition]][:_MAX_TEXTS] for addition in self._evidence}
-        self._index(self._texts)
-        # Words with which an addition begins. A second one before them needs evidence.
-        self._beginnings = {(addition.left, addition.added[0]) for addition in self._texts}
-
-    def _find_supports(self) -> dict[str, set[str]]:
-        """Return for each word that has no class the words that no pattern has less often, as *by* never comes without *was*."""
-        supports: dict[str, set[str]] = {}
-        for pattern in self._known:
-            counts = Counter(word for word in pattern if isinstance(word, str))
-            for word, number in counts.items():
-                least = {other for other, times in counts.items() if times >= number}
-                supports[word] = supports.get(word, least) & least
-        return supports
-
-    def _index(self, additions: Iterable[Addition]) -> None:
-        self._by_left: dict[Pattern, list[Addition]] = {}
+        # Two additions one after the other need no third one.
+        kinds -= {kind for kind in kinds if any({kind[:end], kind[end:]} <= kinds for end in range(1, len(kind)))}
+        additions = [addition for addition in self._evidence if addition.kind in kinds]
+        self.num_additions, self.num_outer = len(additions), len(self._outer)
+        learned, self._additions = self._additions, defaultdict(dict)
         for addition in additions:
-            self._by_left.setdefault(addition.left, []).append(addition)
+            self._additions[addition.left][addition] = [*learned[addition.left][addition]][:_MAX_TEXTS]
+        # Words with which an addition begins. A second one before them needs evidence.
+        self._beginnings = {(addition.left, addition.added[0]) for addition in additions}
 
     def _subtract(
         self, pattern: Pattern, start: int, end: int, longer: tuple[Statement, ...], shorter: tuple[Statement, ...]
@@ -445,31 +401,28 @@ class Recombination:
             statements = [target[:place] + added[0] + target[place:]]
         return Reading(reading.words[:start] + tuple(words) + reading.words[start:], tuple(statements))
 
-    def _find_places(self, pattern: Pattern) -> Iterator[tuple[Addition, int]]:
-        padded = (_OUTSIDE,) * _REACH + pattern
+    def _find_places(self, pattern: Pattern) -> Iterator[tuple[Addition, int, str | int]]:
+        """Yield additions, each with its place and the word behind it."""
+        padded = (_OUTSIDE,) * _REACH + pattern + (_OUTSIDE,)
         for start in range(len(pattern) + 1):
             for length in range(_LEFT, _REACH + 1):
-                for addition in self._by_left.get(padded[start + _REACH - length : start + _REACH], ()):
+                for addition in self._additions.get(padded[start + _REACH - length : start + _REACH], ()):
                     if pattern[start : start + len(addition.right)] == addition.right:
-                        yield addition, start
+                        yield addition, start, padded[start + _REACH]
 
     def _check(self) -> dict[Addition, tuple[set, set]]:
         """Return the additions that predict known pairs, each with the next words where it does and where it does not."""
         counts: dict[Addition, dict] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
         for pattern, targets in self._known.items():
-            for addition, start in self._find_places(pattern):
+            for addition, start, behind in self._find_places(pattern):
                 known = self._known.get(pattern[:start] + addition.added + pattern[start:])
                 for statements in targets if known else ():
-                    predicted = self._apply(addition, Reading(pattern, statements), start, addition.added)
-                    if predicted is not None:
-                        behind = pattern[start] if start < len(pattern) else _OUTSIDE
+                    if predicted := self._apply(addition, Reading(pattern, statements), start, addition.added):
                         counts[addition][behind][predicted.statements not in known] += 1
         evidence = {}
         for addition, words in counts.items():
-            right = {word for word, (good, bad) in words.items() if good >= _NEARLY_ALL * (good + bad)}
-            right = {word for word in right if words[word][0] >= _LEAST_CHECKS}
             wrong = {word for word, (good, bad) in words.items() if good < _NEARLY_ALL * (good + bad)}
-            if right:
+            if right := {word for word, (good, _) in words.items() if good >= _LEAST_CHECKS} - wrong:
                 evidence[addition] = right, wrong
         return evidence
 
@@ -478,74 +431,61 @@ class Recombination:
         kind, end = None, None
         for _ in range(random.randint(1, _MAX_ADDITIONS)):
             pattern = self._pattern(reading.words)
-            choices = [place for place in self._find_places(pattern) if self._is_open(pattern, *place)]
+            choices = [place for place in self._find_places(pattern) if self._is_open(place[0], place[2])]
             if kind is None or random.random() < 0.2:
-                kinds = sorted({addition.kind for addition, _ in choices})
+                kinds = sorted({addition.kind for addition, *_ in choices})
                 kind = random.choice(kinds) if kinds else None
             choices = [place for place in choices if place[0].kind == kind]
             if random.random() < 0.7:
                 choices = [place for place in choices if place[1] == end] or choices
             if not choices:
                 break
-            addition, start = random.choice(choices)
-            changed = self._apply(addition, reading, start, random.choice(self._texts[addition]))
+            addition, start, _ = random.choice(choices)
+            changed = self._apply(addition, reading, start, random.choice(self._additions[addition.left][addition]))
             if changed is not None and len(changed.words) <= self._most_words and self._is_usual(changed, start):
                 reading, end = changed, start + len(addition.added)
         return reading
 
-    def _is_open(self, pattern: Pattern, addition: Addition, start: int) -> bool:
+    def _is_open(self, addition: Addition, behind: str | int) -> bool:
         """True if nothing speaks against an addition before the next word."""
-        behind = pattern[start] if start < len(pattern) else _OUTSIDE
         right, wrong = self._evidence[addition]
-        if (addition.added[-1], behind) not in self._pairs_of_neighbors:
-            return False
         # Two words that may stand behind show that others may.
         is_free = len(right) > 1 and behind not in wrong and (addition.left, behind) not in self._beginnings
-        return behind in right or is_free
+        return (addition.added[-1], behind) in self._pairs_of_neighbors and (behind in right or is_free)
 
     def _is_usual(self, reading: Reading, start: int) -> bool:
         """True if the target has behind each word before an addition what training has there, and not more often."""
         symbols = Counter(self._pattern(reading.words))
-        if any(
-            symbols[other] < number for symbol, number in symbols.items() for other in self._supports.get(symbol, ())
-        ):
+        if any(symbols[other] < number for word, number in symbols.items() for other in self._supports.get(word, ())):
             return False
-        for (place, behind), number in _count_behind(reading.statements).items():
-            word = reading.words[place]
-            if start - _REACH <= place < start and (
-                behind not in self._behind[word] or number > self._most_behind[self._classes[word], behind]
-            ):
-                return False
-        return True
+        return all(
+            number <= self._most_behind[reading.words[place], behind] or not start - _REACH <= place < start
+            for (place, behind), number in _count_behind(reading.statements).items()
+        )
 
     def _learn_exchanges(self) -> None:
         """Learn which pairs stand inside others, and between which words."""
-        spans_of: dict[Pattern, list[tuple[int, int, Statement]]] = {}
-        # For each place, pairs of several words inside, and those of them that share words with another one.
-        several: Counter = Counter()
+        spans_of: dict[Pattern, list[Span]] = {}
+        # For each place, pairs of several words inside that share words with another one, less those that do not.
         crossing: Counter = Counter()
         for pattern, targets in self._known.items():
-            spans_of[pattern] = [
-                (start, end, part)
+            padded = (_OUTSIDE, *pattern, _OUTSIDE)
+            spans_of[pattern] = spans = [
+                (start, end, part, (padded[start], padded[end + 1]))
                 for start in range(len(pattern))
                 for end in range(start + 1, len(pattern) + (start > 0))
                 for statements in self._known.get(pattern[start:end], ())
                 if (part := _shift(statements[0], _FAR, start))
                 and all(self._is_inside(part, target, start, end) for [target] in targets)
             ]
-            for start, end, _ in spans_of[pattern]:
-                place = self._place_of(pattern, start, end)
-                several[place] += end > start + 1
-                crossing[place] += any(start < a < end < b or a < start < b < end for a, b, _ in spans_of[pattern])
+            for start, end, _, place in spans:
+                if end > start + 1:
+                    crosses = any(start < a < end < b or a < start < b < end for a, b, *_ in spans)
+                    crossing[place] += 1 if crosses else -1
         for pattern, spans in spans_of.items():
             # Pairs that cross are not both inside: *look after walk* only seems to be in *look after walk left*.
-            inner = [
-                (start, end, part)
-                for start, end, part in spans
-                if end == start + 1 or 2 * crossing[place := self._place_of(pattern, start, end)] <= several[place]
-            ]
-            for start, end, _ in inner:
-                place = self._place_of(pattern, start, end)
+            inner = [span for span in spans if span[1] == span[0] + 1 or crossing[span[3]] <= 0]
+            for start, end, _, place in inner:
                 self._neighbors[place].update(pairwise((_OUTSIDE, *pattern[start:end], _OUTSIDE)))
             if inner:
                 self._inner[pattern] = inner
@@ -560,77 +500,55 @@ class Recombination:
         # A part without links could stand for other words.
         return len(rest) < len(target) and not has_other and any(isinstance(token, Link) for token in part)
 
-    @staticmethod
-    def _place_of(pattern: Pattern, start: int, end: int) -> Place:
-        padded = (_OUTSIDE, *pattern, _OUTSIDE)
-        return padded[start], padded[end + 1]
-
-    def _find_alike(self, place: Place) -> set:
-        """Return the neighbors of all places that share most of theirs with a place."""
-        if place not in self._alike:
-            neighbors, all_neighbors = self._neighbors[place], self._neighbors.values()
-            like = (other for other in all_neighbors if len(neighbors & other) >= _ALIKE * len(neighbors | other))
-            self._alike[place] = set().union(*like)
-        return self._alike[place]
-
     def _exchange(self, reading: Reading, random: Random, depth: int) -> Reading:
         """Return the reading with other pairs in the places of those inside it, and so on within the first of them."""
-        pattern = self._pattern(reading.words)
-        inner = self._inner.get(pattern, [])
-        free = len(pattern)
+        inner, free = self._inner.get(self._pattern(reading.words), []), len(reading.words)
         # From the end on, so that the places before it stay.
-        for start, end, part in sorted(random.sample(inner, len(inner)), key=lambda item: -item[1]):
+        for span in sorted(random.sample(inner, len(inner)), key=lambda span: -span[1]):
+            start, end, _, place = span
             if end > free or random.random() < _KEPT:
                 continue
-            place = self._place_of(pattern, start, end)
-            fillers, outer = self._find_fillers(place)
+            _, fillers, outer = self._find_fillers(place)
+            choices = outer if depth and outer else fillers
             for _ in range(_TRIES):
                 # The longer of two: long ones are few, and lead furthest from training.
-                filler = max(
-                    random.choices(outer if depth and outer else fillers, k=2), key=lambda pair: pair.num_tokens
-                )
-                changed = _fill(reading, filler, part, start, end)
-                if self._fits(place, filler, changed):
+                filler = max(random.choices(choices, k=2), key=lambda pair: pair.num_tokens)
+                if changed := self._fill(reading, span, filler):
                     filler, depth = (self._exchange(filler, random, depth - 1) if depth else filler), 0
-                    deeper = _fill(reading, filler, part, start, end)
-                    reading, free = deeper if self._fits(place, filler, deeper) else changed, start
+                    reading, free = self._fill(reading, span, filler) or changed, start
                     break
         return reading
 
-    def _find_fillers(self, place: Place) -> tuple[list[Reading], list[Reading]]:
-        """Return the pairs that may stand at a place, and those of them with a pair inside."""
+    def _find_fillers(self, place: Place) -> tuple[set, list[Reading], list[Reading]]:
+        """Return neighbors that may stand at a place, the pairs made of them, and those of the pairs with a pair inside."""
         if place not in self._fillers:
-            known = self._find_alike(place)
-            patterns = [(reading, self._pattern(reading.words)) for reading in self._readings]
-            fitting = {pattern for _, pattern in patterns if {*pairwise((_OUTSIDE, *pattern, _OUTSIDE))} <= known}
-            fillers = [(reading, pattern) for reading, pattern in patterns if pattern in fitting]
-            outer = [reading for reading, pattern in fillers if pattern in self._inner]
-            self._fillers[place] = [reading for reading, _ in fillers], outer
+            # The neighbors of all places that share most of theirs with this one may.
+            neighbors, all_neighbors = self._neighbors[place], self._neighbors.values()
+            like = (other for other in all_neighbors if len(neighbors & other) >= _ALIKE * len(neighbors | other))
+            known = set().union(*like)
+            fillers = [reading for reading in self._readings if self._neighbors_in(reading) <= known]
+            outer = [reading for reading in fillers if self._pattern(reading.words) in self._inner]
+            self._fillers[place] = known, fillers, outer
         return self._fillers[place]
 
-    def _fits(self, place: Place, filler: Reading, filled: Reading) -> bool:
-        """True if pairs with all the neighbors of the filler stand at a place in training."""
-        neighbors = set(pairwise((_OUTSIDE, *self._pattern(filler.words), _OUTSIDE)))
+    def _neighbors_in(self, reading: Reading) -> set:
+        return {*pairwise((_OUTSIDE, *self._pattern(reading.words), _OUTSIDE))}
+
+    def _fill(self, outer: Reading, span: Span, filler: Reading) -> Reading | None:
+        """Return a pair with a filler in a span. None unless pairs with all its neighbors stand there in training."""
+        start, end, part, place = span
+        words = outer.words[:start] + filler.words + outer.words[end:]
+        # The part has no links behind `end`, so that it is found after the move, too.
+        target = _shift(outer.statements[0], end, len(words) - len(outer.words))
+        filled = Reading(words, (_replace(target, part, _shift(filler.statements[0], _FAR, start)),))
         # Training cannot show what is longer than all of it, so there it counts what stands at like places.
-        is_longer = filled.num_tokens > self._most_tokens
-        known = self._find_alike(place) if is_longer else self._neighbors[place]
-        return len(filled.words) <= self._most_words and neighbors <= known
-
-
-def _fill(outer: Reading, filler: Reading, part: Statement, start: int, end: int) -> Reading:
-    """Return the outer pair with a filler for the words from `start` to `end` and for their part of the target."""
-    new = _shift(filler.statements[0], _FAR, start)
-    moved = len(filler.words) - (end - start)
-    target = _shift(outer.statements[0], end, moved)
-    # The part has no links behind `end`, so that it is found after the move, too.
-    words = outer.words[:start] + filler.words + outer.words[end:]
-    return Reading(words, (_replace(target, part, new),))
+        known = self._find_fillers(place)[0] if filled.num_tokens > self._most_tokens else self._neighbors[place]
+        return filled if len(words) <= self._most_words and self._neighbors_in(filler) <= known else None
 
 
 def _replace(target: Statement, part: Statement, new: Statement) -> Statement:
     """Return a target with a part replaced in all its places."""
-    tokens: list[str | Link] = []
-    place = 0
+    tokens, place = [], 0
     while place < len(target):
         is_part = target[place : place + len(part)] == part
         tokens += new if is_part else target[place : place + 1]

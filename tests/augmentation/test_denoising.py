@@ -301,7 +301,7 @@ def stream_of(texts):
 
 @pytest.mark.parametrize("texts_per_call", [2, 1000])
 @pytest.mark.parametrize("length", [2, 7, 12])
-def test_blocks_joined_are_the_text_and_the_rest_is_counted(monkeypatch, length, texts_per_call):
+def test_blocks_joined_are_the_text_and_the_rest_is_counted(cache, monkeypatch, length, texts_per_call):
     monkeypatch.setattr(denoising, "TEXTS_PER_CALL", texts_per_call)
     whole = stream_of(TEXTS)
     blocks, report = text_blocks(dataset_of(TEXTS), Letters(), length)
