@@ -1,19 +1,24 @@
-"""`metaphrase classify MODEL` and `metaphrase embed MODEL`: read texts, and write answers or embeddings."""
+"""`metaphrase classify MODEL`, `embed MODEL` and `rerank CANDIDATES`: read texts, and write answers, embeddings or choices."""
 
 import argparse
+import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from metaphrase.analysis.judges import choose, compute_features, load_judge, read_candidates, tune
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference import Generator
 from metaphrase.inference.generator import read_chunks
 from metaphrase.inference.line_files import OutputFile, as_lines, check_files
 from metaphrase.inference.progress import progress_bar
-from metaphrase.scripts.parsers import chosen_loading_options
-from metaphrase.storage.folders import file_in_one_step
+from metaphrase.scripts.parsers import chosen_loading_options, given_options
+from metaphrase.storage.folders import file_in_one_step, json_text, read_json
 from metaphrase.tokenization.texts import count_lines, iterate_lines
+
+logger = logging.getLogger(__name__)
 
 # Texts that are sorted and read together.
 _CHUNK = 4096
@@ -58,3 +63,52 @@ def _read(arguments: argparse.Namespace) -> Iterator[list[str]]:
         for chunk in read_chunks(lines, _CHUNK):
             yield chunk.texts
             bar.update(len(chunk.texts))
+
+
+def rerank(arguments: argparse.Namespace) -> None:
+    """Run `metaphrase rerank CANDIDATES`: choose the best of several candidates, or tune the weights of their scores."""
+    if (arguments.target is None) == (arguments.output is None):
+        raise MetaphraseError(
+            "`target` must be given to tune the weights, or `output` to choose by them, got both or none."
+        )
+    check_files(given_options(arguments, ("candidates", "source", "target")), arguments.output or arguments.weights)
+
+    def read(path: str) -> list[str]:
+        return [*iterate_lines(path, arguments.max_line_characters)]
+
+    sources = read(arguments.source)
+    lines = iterate_lines(arguments.candidates, arguments.max_line_characters)
+    indices, texts, scores = read_candidates(lines, arguments.candidates)
+    if len(sources) != indices[-1] + 1:
+        raise MetaphraseError(
+            f"`source` must have a line for each source of the candidates, {indices[-1] + 1}, got {len(sources)}."
+        )
+    loading = given_options(arguments, ("device", "batch_size", "max_tokens_per_batch"))
+    reverse = arguments.reverse_model and Generator.from_pretrained(arguments.reverse_model, engine="torch", **loading)
+    judges = [load_judge(name) for name in arguments.metric]
+    more = {Path(path).name: np.array([*map(float, read(path))]) for path in arguments.scores}
+    for name, values in more.items():
+        if len(values) != len(texts):
+            raise MetaphraseError(
+                f"`scores` must have a line for each candidate, {len(texts)}, got {len(values)} in {name}."
+            )
+    features = compute_features(sources, indices, texts, scores, reverse, judges, more, not arguments.quiet)
+    if arguments.target is not None:
+        references = read(arguments.target)
+        if len(references) != len(sources):
+            raise MetaphraseError(f"`target` must have {len(sources)} lines, as `source`, got {len(references)}.")
+        weights, best, first = tune(features, indices, texts, references, arguments.tuned_metric)
+        logger.info("%s %.2f, and %.2f without other scores", arguments.tuned_metric, best, first)
+        with file_in_one_step(Path(arguments.weights)) as path:
+            path.write_text(json_text(weights), encoding="utf-8")
+        print(json.dumps(weights))
+        return
+    weights = read_json(Path(arguments.weights))
+    if unknown := weights.keys() ^ features.keys():
+        raise MetaphraseError(
+            f"`weights` must have the scores of this command, {[*features]}, got another {min(unknown)!r}."
+        )
+    with OutputFile(arguments.output) as output:
+        for row in choose(features, weights, indices):
+            output.write(as_lines([texts[row]]))
+        output.finish()

@@ -23,7 +23,13 @@ COMMON_GROUP = "options of all subcommands"
 
 # Files of subcommands that share a file with another one.
 FILES = {"adapt": "convert", "average": "convert", "export": "convert"}
-FILES |= {"shortlist": "filter", "attention": "explain", "distill": "backtranslate", "embed": "classify"}
+FILES |= {
+    "shortlist": "filter",
+    "attention": "explain",
+    "distill": "backtranslate",
+    "embed": "classify",
+    "rerank": "classify",
+}
 
 
 # Functions that add the options of a subcommand to a parser.

@@ -5,7 +5,7 @@ import pytest
 from subcommands import execute
 from tiny_generator import save_generator, tiny_generator
 
-from metaphrase.analysis.reranking import choose, compute_features, read_candidates, tune
+from metaphrase.analysis.judges import choose, compute_features, read_candidates, tune
 
 INDICES = np.array([0, 0, 0, 1, 1, 2])
 TEXTS = ["a b", "a b c", "c", "d e", "d e f", "g"]
