@@ -334,9 +334,9 @@ class TwiceReadText(EncoderDecoderEmbeddings):
             raise ValueError(f"`decoder_vocab_size` {rule}, got {config.decoder_vocab_size}.")
         self.model = MetaphraseModel(config)
 
-    def read(self, input_ids: torch.LongTensor | None, inputs: dict, kwargs: dict) -> tuple[torch.Tensor, dict]:
+    def read(self, input_ids: torch.LongTensor | None, **inputs) -> tuple[torch.Tensor, dict]:
         """Return the decoder's output `(batch, source, hidden)`, and the other outputs of `MetaphraseModel` by name."""
-        if inputs["decoder_input_ids"] is None and inputs["decoder_inputs_embeds"] is None:
+        if inputs.get("decoder_input_ids") is None and inputs.get("decoder_inputs_embeds") is None:
             if input_ids is None:
                 raise ValueError(
                     "`input_ids` must be given without inputs of the decoder, which reads them, too, got none."
@@ -344,7 +344,7 @@ class TwiceReadText(EncoderDecoderEmbeddings):
             config = self.config
             starts = config.pad_token_id, config.decoder_start_token_id, None, config.decoder_start_from_labels
             inputs["decoder_input_ids"] = shift_right(input_ids, *starts)
-        outputs = self.model(input_ids=input_ids, use_cache=False, return_dict=True, **inputs, **kwargs)
+        outputs = self.model(input_ids=input_ids, **inputs | {"use_cache": False, "return_dict": True})
         return outputs.last_hidden_state, {
             name: value for name, value in outputs.items() if name != "last_hidden_state"
         }
@@ -363,11 +363,6 @@ class MetaphraseForSequenceClassification(TwiceReadText):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.LongTensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        decoder_inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqSequenceClassifierOutput:
@@ -375,13 +370,11 @@ class MetaphraseForSequenceClassification(TwiceReadText):
 
         Args:
             labels: Classes `(batch,)`, or numbers: `(batch,)` for one label of the configuration, else `(batch, labels)`.
+            **kwargs: Other inputs of `MetaphraseModel`.
         """
         if input_ids is None:
             raise ValueError("`input_ids` must be given, since they show where a text ends, got none.")
-        inputs = {"attention_mask": attention_mask, "decoder_attention_mask": decoder_attention_mask}
-        inputs |= {"decoder_input_ids": decoder_input_ids, "decoder_inputs_embeds": decoder_inputs_embeds}
-        inputs |= {"encoder_outputs": encoder_outputs, "inputs_embeds": inputs_embeds}
-        hidden_states, rest = self.read(input_ids, inputs, kwargs)
+        hidden_states, rest = self.read(input_ids, attention_mask=attention_mask, **kwargs)
         is_last = self.config.classifier_pooling == "last"
         ends = torch.tensor(self.config.pad_token_id if is_last else self.config.eos_token_id, device=input_ids.device)
         ends = torch.isin(input_ids, ends, invert=is_last)
@@ -408,20 +401,15 @@ class MetaphraseForQuestionAnswering(TwiceReadText):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.LongTensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | None = None,
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        decoder_inputs_embeds: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqQuestionAnsweringModelOutput:
-        """Return the logits of both places, each `(batch, source)`, and the loss if both `(batch,)` are given."""
-        inputs = {"attention_mask": attention_mask, "decoder_attention_mask": decoder_attention_mask}
-        inputs |= {"decoder_input_ids": decoder_input_ids, "decoder_inputs_embeds": decoder_inputs_embeds}
-        inputs |= {"encoder_outputs": encoder_outputs, "inputs_embeds": inputs_embeds}
-        hidden_states, rest = self.read(input_ids, inputs, kwargs)
+        """Return the logits of both places, each `(batch, source)`, and the loss if both `(batch,)` are given.
+
+        `kwargs` are other inputs of `MetaphraseModel`.
+        """
+        hidden_states, rest = self.read(input_ids, attention_mask=attention_mask, **kwargs)
         start_logits, end_logits = self.qa_outputs(hidden_states).unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:

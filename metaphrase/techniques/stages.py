@@ -90,6 +90,9 @@ def check_stages(recipe: Recipe) -> None:
     """Refuse stages with unknown fields, in another order, or that begin with the weights of no earlier one."""
     if isinstance(resume := recipe.resume_from_checkpoint, str):
         raise MetaphraseError(f"`resume_from_checkpoint` must be true with `stages`, got {resume!r}.")
+    if recipe.monolingual_target is not None:
+        # A missing file is an error before pairs are read.
+        recipe.data_path("monolingual_target")
     earlier: list[str] = []
     for name, fields in recipe.stages.items():
         for field, value in fields.items():

@@ -39,7 +39,7 @@ def test_probabilities_of_answers(choices):
     np.testing.assert_allclose(rows.sum(axis=1), 1, atol=1e-6)
     for text, row in zip(TEXTS, rows, strict=True):
         scores = generator.score([text] * 3, choices)
-        # Of answers of one token, the end does not count.
+        # The end of answers of one token does not count.
         totals = [score.log_probabilities[0] if max(map(len, choices)) == 1 else score.total for score in scores]
         np.testing.assert_allclose(row, torch.tensor(totals).softmax(dim=0), atol=1e-5)
 

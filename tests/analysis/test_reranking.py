@@ -5,7 +5,7 @@ import pytest
 from subcommands import execute
 from tiny_generator import save_generator, tiny_generator
 
-from metaphrase.analysis.judges import choose, compute_features, read_candidates, tune
+from metaphrase.analysis.judges import Judge, choose, compute_features, read_candidates, tune
 
 INDICES = np.array([0, 0, 0, 1, 1, 2])
 TEXTS = ["a b", "a b c", "c", "d e", "d e f", "g"]
@@ -38,6 +38,14 @@ def test_backward_is_the_mean_of_the_source():
     ]
     np.testing.assert_allclose(features["backward"], expected)
     assert features["length"].tolist() == [2, 1, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("is_better_lower", [True, False])
+def test_more_is_better_in_all_scores(is_better_lower):
+    judge = Judge("errors", lambda sources, targets, references: [len(text) for text in targets], is_better_lower)
+    features = compute_features(SOURCES, INDICES, TEXTS, SCORES, judges=[judge])
+    sign = -1 if is_better_lower else 1
+    assert features["errors"].tolist() == [sign * len(text) for text in TEXTS]
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,9 @@ def test_stages_of_another_form_are_refused(stages, message, words):
 
 
 def test_plain_text_needs_a_line_of_its_language(words, tmp_path):
+    with pytest.raises(FileNotFoundError, match="`monolingual_target` must be a file"):
+        run(words, "--monolingual_target", "missing.txt")
+    assert not (tmp_path / "run").exists()
     (tmp_path / "plain.txt").write_text("\ndog cat bird\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"`monolingual_target` must hold text .* 1 blank, 1 other language"):
         run(words, *TEXT)
