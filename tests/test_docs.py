@@ -90,7 +90,8 @@ def template(tmp_path_factory):
     texts |= {"dev.es": texts["test.de"], "weights.json": '{"forward": 1, "length": 0, "backward": 1}'}
     texts |= dict.fromkeys(("dev.nbest", "test.nbest"), "0 ||| a ||| -1\n0 ||| b ||| -2\n1 ||| c ||| -1\n")
     texts |= {"my_scores.py": next(code for code in CODE if "def brackets" in code)}
-    texts |= {"mono.de": "eine Katze schläft\n" * 256, "input.txt": "the cat sleeps\na dog\n"}
+    texts |= {f"mono.{side}": "eine Katze schläft\n" * 256 for side in ("de", "es")}
+    texts |= {"input.txt": "the cat sleeps\na dog\n"}
     texts |= {
         "page.html": "<p>the <b>cat</b></p>\n<p>a dog</p>\n",
         "tuvan.tsv": "a cat\ta дөө\nno dolphin\tno öö\n" * 4,
