@@ -56,12 +56,16 @@ OTHERS = {"collator": DataCollatorForSeq2Seq(TOKENIZER), "remove_unused_columns"
 WEIGHTED = KINDS | {"capped": CAPPED, "packed and capped": KINDS["packed"] | CAPPED, "of transformers": OTHERS}
 
 
+def with_weights(pairs):
+    return [{**pair, "weight": float(number % 3)} for number, pair in enumerate(pairs)]
+
+
 @pytest.mark.parametrize("kind", sorted(WEIGHTED.keys() - {"adapters"}))
 def test_weights_of_two_and_zero_repeat_and_remove_a_pair(kind, tmp_path):
     """The steps have other divisors, for which the learning rate makes up."""
     options, pairs = {"label_smoothing_factor": 0.1, **WEIGHTED[kind]}, small_pairs(24)
     make_model = options.pop("model", lambda: None)
-    weighted = [{**pair, "weight": float(number % 3)} for number, pair in enumerate(pairs)]
+    weighted = with_weights(pairs)
     pairs = [pair for number, pair in enumerate(pairs) for _ in range(number % 3)]
     ratio = sum(len(pair["labels"]) for pair in pairs) / sum(len(pair["labels"]) for pair in weighted)
     repeated = options | {"learning_rate": 0.2 * ratio, "per_device_train_batch_size": 24, "pairs": pairs}
@@ -118,7 +122,7 @@ def test_gradient_checkpointing_changes_nothing_with_dropout_either(kind, tmp_pa
 @pytest.mark.parametrize(("kind", "backend"), [("padded", "eager"), ("padded", "inductor"), ("packed", "inductor")])
 def test_compiling_changes_nothing(kind, backend, tmp_path):
     options = {"collator": COLLATORS[kind], "per_device_train_batch_size": 12}
-    options |= {"label_smoothing_factor": 0.1, "max_steps": 2}
+    options |= {"label_smoothing_factor": 0.1, "max_steps": 2, "pairs": with_weights(small_pairs(24))}
     expected = train(tmp_path / "off", **options)
     torch._dynamo.reset()
     actual = train(tmp_path / "on", torch_compile=True, torch_compile_backend=backend, **options)
