@@ -45,17 +45,9 @@ def main(arguments: argparse.Namespace) -> None:
         worst = -settings.worst_score if judge.is_better_lower else settings.worst_score
         rules["quality"] = lambda pairs: judge.utilities(*zip(*pairs, strict=True)) < worst
     try:
-        report = filter_pairs(
-            source,
-            arguments.output,
-            settings,
-            rejected=arguments.rejected,
-            report=arguments.report,
-            model_rules=rules,
-            shard=arguments.shard,
-            resume=arguments.resume,
-            show_progress=not arguments.quiet,
-        )
+        options = {name: getattr(arguments, name) for name in ("rejected", "report", "shard", "resume")}
+        options |= {"model_rules": rules, "show_progress": not arguments.quiet}
+        report = filter_pairs(source, arguments.output, settings, **options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Use --resume to go on.") from None
     logger.info("%s", format_report(report))

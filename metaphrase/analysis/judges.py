@@ -30,11 +30,7 @@ _TOKEN, _MOST = "<extra_id_10>", 25.0
 # Prompts with and without a reference, and the most tokens, by the year of the model.
 _PROMPTS = {
     "23": ("candidate: {target} reference: {reference}", "candidate: {target} source: {source}", 1024),
-    "24": (
-        "source: {source} candidate: {target} reference: {reference}",
-        "source: {source} candidate: {target}",
-        1536,
-    ),
+    "24": ("source: {source} candidate: {target} reference: {reference}", "source: {source} candidate: {target}", 1536),
 }
 # Most texts of a call, and most scores that a judge remembers.
 _MOST_ROWS = 2**16

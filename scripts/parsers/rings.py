@@ -148,26 +148,16 @@ def rerank(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("candidates", type=file, help="file with `index ||| text ||| score` on each line")
     add("--source", type=file, required=True, help="file with one source in each line")
-    add(
-        "--weights", type=path, required=True, help="JSON file of the weights, which --target writes and --output reads"
-    )
+    text = "JSON file of the weights, which --target writes and --output reads"
+    add("--weights", type=path, required=True, help=text)
     add("--target", type=file, help="file with one reference in each line, to tune the weights")
     add("--output", type=path, help="file to write the best candidate of each source to")
     options.add_model(parser, "--reverse_model", help="folder or Hub id of a model from target to source")
     options.add_judges(parser)
-    add(
-        "--scores",
-        type=file,
-        nargs="+",
-        default=[],
-        help="files with one score in each line, one line for each candidate",
-    )
-    add(
-        "--tuned_metric",
-        choices=("bleu", "chrf", "exact_match", "wer", "cer"),
-        default="bleu",
-        help="score to tune for",
-    )
+    text = "files with one score in each line, one line for each candidate"
+    add("--scores", type=file, nargs="+", default=[], help=text)
+    metrics = ("bleu", "chrf", "exact_match", "wer", "cer")
+    add("--tuned_metric", choices=metrics, default="bleu", help="score to tune for")
     group = parser.add_argument_group("batches")
     options.add_shared(group, "device", "batch_size", "max_tokens_per_batch", "max_line_characters")
 
