@@ -1,9 +1,11 @@
 """`metaphrase backtranslate MODEL` and `metaphrase distill TEACHER ...`: write pairs with a synthetic side."""
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from metaphrase.analysis.judges import Judge, load_judge
 from metaphrase.data.pairs import READERS, PairProblem, PairSource
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.run import pair_formatter
@@ -35,31 +37,47 @@ def distill(arguments: argparse.Namespace) -> None:
     inputs = {"input": arguments.input} | given_options(arguments, ("target",))
     options = {"num_return_sequences": 1} | prepare(arguments, inputs)
     format_pair, pairs, select = pair_formatter(arguments.output), chosen_pairs(arguments), arguments.select
-    if select is not None and (pairs is None or options["num_return_sequences"] < 2):
+    lacks_pairs = select is not None and pairs is None
+    if (select or arguments.metric) and (lacks_pairs or options["num_return_sequences"] < 2):
         raise MetaphraseError(
-            "`select` must come with pairs as input and `num_return_sequences` above 1, "
-            f"got {'sources alone' if pairs is None else options['num_return_sequences']}."
+            f"`{'select' if select else 'metric'}` must come with {'pairs as input and ' * bool(select)}"
+            "`num_return_sequences` above 1, "
+            f"got {'sources alone' if lacks_pairs else options['num_return_sequences']}."
         )
 
     def format_pairs(index: int, record: tuple[str, ...], candidates: Sequence[ScoredText]) -> str:
-        if select is not None:
-            candidates = [nearest(candidates, record[1], select)]
         return "".join(format_pair(record[0], candidate.text) for candidate in candidates)
 
-    written: dict[str, Any] = {"num_targets": None if select is None else 1}
+    written: dict[str, Any] = {}
+    if select or arguments.metric:
+        judge = nearness(select) if select else load_judge(arguments.metric, False, device=arguments.device)
+        written = {"num_targets": 1, "choose": lambda rows: choose_best(rows, judge, arguments.chunk_size)}
     if pairs is not None:
         # The lines of a file of pairs are no count: it may have a header, or hold all pairs in one line.
         written |= {"records": read_pairs(pairs), "total": sum(1 for _ in pairs.records())}
     write_targets(arguments, options, format_pairs, **written)
 
 
-def nearest(candidates: Sequence[ScoredText], reference: str, metric: str) -> ScoredText:
-    """Return the candidate with the highest score against a reference, and of equal ones the first.
+def nearness(metric: str) -> Judge:
+    """Return the judge of a metric of sacreBLEU.
 
     Source: Kim and Rush 2016, arXiv 1606.07947, section 3.3 (sequence-level interpolation).
     """
-    scores = expected_utilities([candidate.text for candidate in candidates], {reference: 1.0}, metric)
-    return candidates[scores.index(max(scores))]
+
+    def score(_: Sequence[str], targets: Sequence[str], references: Sequence[str]) -> list[float]:
+        pairs = zip(targets, references, strict=True)
+        return [expected_utilities([target], {reference: 1.0}, metric)[0] for target, reference in pairs]
+
+    return Judge(metric, score, False)
+
+
+def choose_best(rows: Iterator[tuple], judge: Judge, chunk_size: int) -> Iterator[tuple]:
+    """Yield the best candidate of each source, and of equal ones the first. The judge scores a chunk in one call."""
+    while chunk := list(itertools.islice(rows, chunk_size)):
+        texts = [(record[0], item.text, *record[1:]) for candidates, record in chunk for item in candidates]
+        values = iter(judge.utilities(*zip(*texts, strict=True)))
+        for candidates, record in chunk:
+            yield [max(candidates, key=lambda _: next(values))], record
 
 
 def chosen_pairs(arguments: argparse.Namespace) -> PairSource | None:

@@ -1,18 +1,18 @@
 """`metaphrase filter PAIRS --output CLEAN`, and `metaphrase shortlist MODEL PAIRS`, which learns from pairs, too."""
 
 import argparse
-import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from metaphrase.analysis.judges import load_judge
 from metaphrase.analysis.scoring import dual_scores
 from metaphrase.data.pairs import PairSource
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_MAP_PAIRS, make_vocabulary_map
-from metaphrase.filtering.rules import RULES, FilterSettings
+from metaphrase.filtering.rules import RULES, FilterSettings, Pair
 from metaphrase.filtering.run import filter_pairs, format_report, partial_path, sample_pairs
 from metaphrase.inference import Generator
 from metaphrase.scripts.parsers import check_dependents, given_options
@@ -26,29 +26,28 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: argparse.Namespace) -> None:
     check_dependents(arguments, forward_model="backward_model", backward_model="forward_model")
+    check_dependents(arguments, metric="worst_score", worst_score="metric")
     names = ("file", "source_column", "target_column", "max_line_characters")
     files = {"source_file": arguments.source, "target_file": arguments.target}
     source = PairSource(**files, **given_options(arguments, names))
     if check_outputs(arguments, source.paths):
         logger.info("%s is complete, and there is no unfinished run.", arguments.output[0])
         return
-    settings, score_pairs, started = chosen_settings(arguments), None, time.perf_counter()
+    settings, started = chosen_settings(arguments), time.perf_counter()
+    rules: dict[str, Callable[[Sequence[Pair]], Iterable[bool]]] = {}
     if "dual_cross_entropy" in settings.rules:
         paths = settings.forward_model, settings.backward_model
         forward, backward = (Generator.from_pretrained(path, engine="torch", device=arguments.device) for path in paths)
-        score_pairs = functools.partial(dual_scores, forward, backward)
+        least = settings.min_dual_score
+        rules["dual_cross_entropy"] = lambda pairs: [score < least for score in dual_scores(forward, backward, pairs)]
+    if "quality" in settings.rules:
+        judge = load_judge(settings.metric, show_progress=False, device=arguments.device)
+        worst = -settings.worst_score if judge.is_better_lower else settings.worst_score
+        rules["quality"] = lambda pairs: judge.utilities(*zip(*pairs, strict=True)) < worst
     try:
-        report = filter_pairs(
-            source,
-            arguments.output,
-            settings,
-            rejected=arguments.rejected,
-            report=arguments.report,
-            score_pairs=score_pairs,
-            shard=arguments.shard,
-            resume=arguments.resume,
-            show_progress=not arguments.quiet,
-        )
+        options = {name: getattr(arguments, name) for name in ("rejected", "report", "shard", "resume")}
+        options |= {"model_rules": rules, "show_progress": not arguments.quiet}
+        report = filter_pairs(source, arguments.output, settings, **options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Use --resume to go on.") from None
     logger.info("%s", format_report(report))
@@ -71,6 +70,7 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
     for rule, options in (
         ("language", ("source_lang", "target_lang")),
         ("dual_cross_entropy", ("forward_model", "backward_model")),
+        ("quality", ("metric", "worst_score")),
     ):
         is_given = [getattr(settings, option) is not None for option in options]
         if any(is_given) and rule not in rules:

@@ -98,6 +98,7 @@ def write_targets(
     num_targets: int | None = None,
     risk: dict | None = None,
     with_scores: bool = False,
+    choose: Callable[[Iterator[tuple]], Iterator[tuple]] = iter,
 ) -> None:
     """Write the targets of sources into the output, and log counts and speed.
 
@@ -107,6 +108,7 @@ def write_targets(
         total: Number of records, if they are given.
         num_targets: Lines for each source. By default, the options and the model decide.
         with_scores: True if the lines are those of an n-best list with scores.
+        choose: Takes and yields the candidates of each source with its record.
     """
     if records is None:
         total = count_lines(arguments.input)
@@ -146,7 +148,7 @@ def write_targets(
         )
         try:
             # A record is there as soon as its result is.
-            for candidates, record in zip(results, written, strict=False):
+            for candidates, record in choose(zip(results, written, strict=False)):
                 output.write(format_lines(start + output.next_source, record, candidates))
         except KeyboardInterrupt:
             if arguments.output is None or not output.next_source:

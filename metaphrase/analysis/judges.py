@@ -12,8 +12,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,35 +30,61 @@ _TOKEN, _MOST = "<extra_id_10>", 25.0
 # Prompts with and without a reference, and the most tokens, by the year of the model.
 _PROMPTS = {
     "23": ("candidate: {target} reference: {reference}", "candidate: {target} source: {source}", 1024),
-    "24": (
-        "source: {source} candidate: {target} reference: {reference}",
-        "source: {source} candidate: {target}",
-        1536,
-    ),
+    "24": ("source: {source} candidate: {target} reference: {reference}", "source: {source} candidate: {target}", 1536),
 }
+# Most texts of a call, and most scores that a judge remembers.
+_MOST_ROWS = 2**16
 
 
-class Judge(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Judge:
     """A score of single texts by its name. `score` takes sources, targets, and references or None, and returns numbers."""
 
     name: str
     score: Callable[[Sequence[str], Sequence[str], Sequence[str] | None], Sequence[float]]
     is_better_lower: bool
+    # Scores of the last texts: systems, candidates and chunks of a corpus often have equal ones.
+    _known: dict[tuple[str, str, str | None], float] = field(default_factory=dict, repr=False)
+
+    def values(
+        self, sources: Sequence[str], targets: Sequence[str], references: Sequence[str] | None = None
+    ) -> np.ndarray:
+        """Return the scores. Equal texts are scored once. Refuse a wrong number of scores, and infinite ones."""
+        rows = list(zip(sources, targets, [None] * len(targets) if references is None else references, strict=True))
+        missing = [row for row in dict.fromkeys(rows) if row not in self._known]
+        for start in range(0, len(missing), _MOST_ROWS):
+            part = missing[start : start + _MOST_ROWS]
+            columns = [list(column) for column in zip(*part, strict=True)]
+            scores = [float(value) for value in self.score(*columns[:2], None if references is None else columns[2])]
+            if len(scores) != len(part):
+                raise MetaphraseError(f"`metric` {self.name} must return {len(part)} scores, got {len(scores)}.")
+            for row, value in zip(part, scores, strict=True):
+                if not math.isfinite(value):
+                    raise MetaphraseError(
+                        f"`metric` {self.name} must return finite scores, got {value} for {row[1]!r}."
+                    )
+            self._known.update(zip(part, scores, strict=True))
+        values = np.array([self._known[row] for row in rows])
+        for row in list(self._known)[:-_MOST_ROWS]:
+            del self._known[row]
+        return values
+
+    def utilities(
+        self, sources: Sequence[str], targets: Sequence[str], references: Sequence[str] | None = None
+    ) -> np.ndarray:
+        """Return the scores, with the other sign if lower ones are better: more is better."""
+        values = self.values(sources, targets, references)
+        return -values if self.is_better_lower else values
 
     def segments(
         self, sources: Sequence[str], targets: Sequence[str], references: Sequence[str] | None
     ) -> SegmentStatistics:
-        """Return the statistics of a corpus, whose score is the mean. Refuse a wrong number of scores, and infinite ones."""
-        scores = [float(value) for value in self.score(sources, targets, references)]
-        if len(scores) != len(targets):
-            raise MetaphraseError(f"`metric` {self.name} must return {len(targets)} scores, got {len(scores)}.")
-        for number, value in enumerate(scores, start=1):
-            if not math.isfinite(value):
-                raise MetaphraseError(f"`metric` {self.name} must return finite scores, got {value} for text {number}.")
-        return SegmentStatistics(Ratio(1.0), [(value, 1) for value in scores], f"mean|judge:{self.name}")
+        """Return the statistics of a corpus, whose score is the mean."""
+        rows = [(float(value), 1) for value in self.values(sources, targets, references)]
+        return SegmentStatistics(Ratio(1.0), rows, f"mean|judge:{self.name}")
 
 
-def load_judge(name: str, **loading: Any) -> Judge:
+def load_judge(name: str, show_progress: bool | None = None, **loading: Any) -> Judge:
     """Return a judge: `package.module:function`, or a folder or Hub id of a MetricX model with its tokenizer.
 
     A function takes sources, targets and references, and returns a number for each; more is better, unless it has an attribute
@@ -86,7 +113,7 @@ def load_judge(name: str, **loading: Any) -> Judge:
         texts = [prompt.format(source=row[0], target=row[1], reference=row[2]) for row in rows]
         # MetricX reads no end of sequence.
         ids = [row[:-1][: most - 1] for row in generator.encode_uncut(texts)]
-        logits = first_logits(generator, ids, [token], show_progress=None)
+        logits = first_logits(generator, ids, [token], show_progress)
         return [min(max(float(value), 0.0), _MOST) for value in logits[:, 0]]
 
     return Judge(Path(name).resolve().name, score, True)
@@ -147,8 +174,7 @@ def compute_features(
             [part.mean for part in reverse.score(filled, repeated, show_progress=show_progress)]
         )
     for judge in judges:
-        values = np.array([value for value, _ in judge.segments(repeated, texts, None).rows])
-        features[judge.name] = -values if judge.is_better_lower else values
+        features[judge.name] = judge.utilities(repeated, texts)
     return features | dict(more or {})
 
 

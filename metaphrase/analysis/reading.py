@@ -8,6 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from metaphrase.analysis.scoring import encode_forced, forced_inputs
+from metaphrase.decoding.decoder_state import FirstStep, prepared_rows
+from metaphrase.decoding.fast_generation import find_obstacle_of_model, is_metaphrase
 from metaphrase.decoding.joint_search import check_single
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import check_sources, evaluating, longest_source, longest_target, pad_sources
@@ -61,8 +63,15 @@ def first_logits(
     model, columns = generator.model, torch.tensor(tokens, device=generator.model.device)
 
     def compute(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        start = _start(model, inputs)
-        return model(**inputs, decoder_input_ids=start, use_cache=False, return_dict=True).logits[:, 0, columns]
+        start, head = _start(model, inputs), None
+        has_step = is_metaphrase(model) and find_obstacle_of_model(model, model.generation_config) is None
+        if has_step and FirstStep.supports(model.get_decoder()):
+            head = prepared_rows(model.get_output_embeddings(), columns)
+        if head is None:
+            return model(**inputs, decoder_input_ids=start, use_cache=False, return_dict=True).logits[:, 0, columns]
+        output = model.get_encoder()(**inputs, return_dict=True).last_hidden_state
+        states = FirstStep(model.get_decoder(), output, inputs["attention_mask"]).step(start[:, 0])
+        return model.project(states, head)
 
     return _read(generator, ids, compute, show_progress)
 

@@ -436,7 +436,7 @@ class DecoderState:
             hidden_states = self._absorbed[index].add_to(hidden_states, states)
         else:
             query = layer.cross_head_norms[0](layer.cross_query(states).view(len(states), -1, self.head_dim))
-            output = self._attend(query, self._source_views[index], self._source_bias, layer.scaling, self.copies)
+            output = self._attend_to_source(index, query, layer.scaling)
             hidden_states = hidden_states + layer.output_norms[1](layer.cross_output(output))
         hidden_states = layer.sum_norms[1](hidden_states)
         inner = layer.mlp_input(layer.input_norms[2](hidden_states))
@@ -446,6 +446,10 @@ class DecoderState:
         else:
             inner = layer.activation(inner)
         return layer.sum_norms[2](hidden_states + layer.output_norms[2](layer.mlp_output(inner)))
+
+    def _attend_to_source(self, index: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """(rows, H, head_dim) -> (rows, H * head_dim)"""
+        return self._attend(query, self._source_views[index], self._source_bias, scaling, self.copies)
 
     def _attend_to_target(
         self, index: int, layer: PreparedLayer, hidden_states: torch.Tensor, rotation: Rotation
@@ -506,3 +510,46 @@ class DecoderState:
         if copies > 1:
             output = output.reshape(batch, self.key_value_heads, copies, -1, self.head_dim).transpose(1, 2)
         return output.reshape(rows, -1)
+
+
+class FirstStep(DecoderState):
+    """The state of a decoder that takes one step: queries absorb the key projection, and what they read the value projection.
+
+    A query x, states S of a source, and projections K and V give the scores x (S K)' = (x K') S', and the outputs p (S V) =
+    (p S) V. So no token of a source is projected, which is an eighth of the products of a model with one target token.
+    """
+
+    def __init__(self, decoder: MetaphraseDecoder, encoder_output: torch.Tensor, attention_mask: torch.Tensor):
+        """Read an encoder output (sources, S, D), whose mask (sources, S) is 0 for padding."""
+        # No keys and values: they would be those of an empty source.
+        super().__init__(decoder, encoder_output[:, :0], None)
+        self._source = encoder_output
+        self._hidden = torch.zeros_like(attention_mask, dtype=torch.float32)
+        self._hidden.masked_fill_(attention_mask == 0, torch.finfo(torch.float32).min)
+
+    @staticmethod
+    def supports(decoder: MetaphraseDecoder) -> bool:
+        """Return True if nothing comes between a projection and the scores or the sum of values."""
+        attentions = [layer.cross_attn for layer in decoder.layers]
+        projections = [projection for attention in attentions for projection in (attention.k_proj, attention.v_proj)]
+        is_capped = decoder.config.attn_logit_softcapping is not None
+        return not (is_capped or decoder.config.qk_norm) and all(map(prepacked_weights.can_record, projections))
+
+    def _absorb(self) -> None:
+        """Leave the projections to each step."""
+
+    def _attend_to_source(self, index: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        attention, rows, heads = self.decoder.layers[index].cross_attn, len(query), self.key_value_heads
+        # (key_value_heads, head_dim, D)
+        keys, values = (part.weight.unflatten(0, (heads, -1)) for part in (attention.k_proj, attention.v_proj))
+        # (key_value_heads, rows * groups, head_dim), with D in place of head_dim, and (rows, H, D)
+        query = query.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)
+        query = torch.bmm(query, keys).unflatten(1, (rows, -1)).transpose(0, 1).flatten(1, 2)
+        # The bias of the keys adds the same to all scores of a query.
+        scores = torch.bmm(query, self._source.mT).float() * scaling + self._hidden[:, None]
+        output = torch.bmm(scores.softmax(dim=-1).to(query.dtype), self._source)
+        output = output.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)
+        output = torch.bmm(output, values.mT)
+        if attention.v_proj.bias is not None:
+            output = output + attention.v_proj.bias.view(heads, 1, -1)
+        return output.unflatten(1, (rows, -1)).transpose(0, 1).flatten(1)

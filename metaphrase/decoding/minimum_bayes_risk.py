@@ -1,7 +1,9 @@
 """Minimum Bayes risk decoding: select the candidate with the highest expected utility."""
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sacrebleu.metrics import BLEU, CHRF
@@ -9,6 +11,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import read_options
 from metaphrase.inference.generator import Generator, ScoredText
+from metaphrase.plugins import needed_plugin
 from metaphrase.storage.generation_options import complete_sampling
 
 # Settings with the neutral value None that change a model's distribution. Length bounds and forced or forbidden tokens are not
@@ -39,6 +42,23 @@ def expected_utilities(
     ]
 
 
+@functools.lru_cache(maxsize=1)
+def _load_judge(name: str, device: Any) -> Any:
+    """Return a judge, which the chunks of a stream share."""
+    return needed_plugin("judge", "utility")(name, show_progress=False, device=device)
+
+
+def _judge(
+    judge: Any, texts: Sequence[str], candidates: Sequence[Sequence[str]], references: Sequence[Mapping[str, float]]
+) -> Iterator[list[float]]:
+    """Yield the expected utilities of the candidates of each source. The judge scores all of them in one call."""
+    rows = list(zip(texts, candidates, references, strict=True))
+    triples = [(text, target, reference) for text, row, weights in rows for target in row for reference in weights]
+    values = iter(judge.utilities(*zip(*triples, strict=True)).tolist())
+    for _, row, weights in rows:
+        yield [sum(weight * next(values) for weight in weights.values()) for _ in row]
+
+
 def generate_mbr(
     generator: Generator,
     texts: list[str],
@@ -49,8 +69,11 @@ def generate_mbr(
     options: Mapping[str, Any],
 ) -> list[ScoredText]:
     """Return the selected candidate of each text: see `Generator.generate_mbr`."""
+    judge = None
     if utility not in UTILITIES:
-        raise MetaphraseError(f"`utility` must be one of {', '.join(UTILITIES)}, got {utility!r}.")
+        if ":" not in utility and "/" not in utility and not Path(utility).exists():
+            raise MetaphraseError(f"`utility` must be a judge or one of {', '.join(UTILITIES)}, got {utility!r}.")
+        judge = _load_judge(utility, getattr(generator.model, "device", None))
     options = read_options(options)
     if "num_return_sequences" in options:
         raise MetaphraseError(
@@ -93,8 +116,14 @@ def generate_mbr(
         # The pseudo-references came from the same sources, which count once.
         generator.num_truncated, generator.num_unknown = counts
     selected = []
-    for row, weights in zip(candidates, references, strict=True):
-        utilities = expected_utilities(list(row), weights, utility)
-        best = max(range(len(utilities)), key=utilities.__getitem__)
-        selected.append(ScoredText(list(row)[best], utilities[best]))
+    for start in range(0, len(texts), generator.batch_size):
+        part = slice(start, start + generator.batch_size)
+        rows, weights = [list(row) for row in candidates[part]], references[part]
+        if judge is None:
+            utilities = (expected_utilities(*pair, utility) for pair in zip(rows, weights, strict=True))
+        else:
+            utilities = _judge(judge, texts[part], rows, weights)
+        for row, values in zip(rows, utilities, strict=True):
+            best = max(range(len(row)), key=values.__getitem__)
+            selected.append(ScoredText(row[best], values[best]))
     return selected

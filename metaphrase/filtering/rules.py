@@ -112,7 +112,7 @@ _END = frozenset(".!?…。！？｡؟۔।॥։;:")
 # In the order in which they are applied. A pair falls by the first one that it breaks.
 RULES = ("empty", "characters", "encoding", "letters", "script", "length_ratio", "copy", "end_punctuation", "numbers")
 RULES += ("links", "brackets", "repetition", "duplicate", "language", "alignment")
-RULES += ("dual_cross_entropy", "targets_per_source")
+RULES += ("dual_cross_entropy", "quality", "targets_per_source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +132,8 @@ class FilterSettings:
     normalize: bool = False
     forward_model: str | None = None
     backward_model: str | None = None
+    metric: str | None = None
+    worst_score: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -27,13 +27,15 @@ from metaphrase.tokenization.texts import shard_range
 logger = logging.getLogger(__name__)
 
 PAIRS_PER_CHUNK = 10_000
+# Models take so much longer that a run would lose much work.
+_PAIRS_PER_CHUNK_OF_MODELS = 1000
 NUM_EXAMPLES = 5
 _SEED = 0
 _STATE = "state.json"
 _HASHES = "pairs", "sources"
 _TSV_BREAKS = str.maketrans("\t\r\n", "   ")
-# Returns the dual cross-entropy score of each pair, from 0 to 1.
-PairScorer = Callable[[Sequence[Pair]], Sequence[float]]
+# Functions by rule, which return True for each pair that breaks the rule.
+ModelRules = Mapping[str, Callable[[Sequence[Pair]], Iterable[bool]]]
 # The broken rule, or an empty text, and the pair.
 Verdict = tuple[str, Pair]
 
@@ -78,9 +80,9 @@ def pair_formatter(output: str | None) -> Callable[[str, str], str]:
 class PairFilter:
     """All rules, prepared for one corpus of `num_records`. `alignment` is the model of this rule; None if the rule is off."""
 
-    def __init__(self, source: PairSource, settings: FilterSettings, score_pairs: PairScorer | None = None):
-        """Read the corpus once and learn from a sample of it. Without `score_pairs` the rule `dual_cross_entropy` is off."""
-        self._settings, self._score_pairs = settings, score_pairs
+    def __init__(self, source: PairSource, settings: FilterSettings, model_rules: ModelRules):
+        """Read the corpus once and learn from a sample of it. Rules by models are off, unless `model_rules` has them."""
+        self._settings, self._model_rules = settings, model_rules
         self._active = set(RULES if settings.rules is None else settings.rules)
         has_language = "language" in self._active and (settings.source_lang, settings.target_lang) != (None, None)
         self._is_foreign = load_detector(settings) if has_language else None
@@ -138,8 +140,9 @@ class PairFilter:
             drop("language", itertools.starmap(self._is_foreign, pairs()))
         if self.alignment is not None:
             drop("alignment", self.alignment.scores(pairs()) < self.alignment.threshold)
-        if self._score_pairs is not None and "dual_cross_entropy" in self._active:
-            drop("dual_cross_entropy", (score < settings.min_dual_score for score in self._score_pairs(pairs())))
+        for rule, are_broken in self._model_rules.items():
+            if forms_of:
+                drop(rule, are_broken(pairs()))
         sources = [source for source, _ in pairs()]
         most = settings.max_targets_per_source
         return verdicts, pair_hashes, drop_repeated("targets_per_source", sources, most, source_runs)
@@ -272,7 +275,7 @@ def filter_pairs(
     *,
     rejected: str | Path | None = None,
     report: str | Path | None = None,
-    score_pairs: PairScorer | None = None,
+    model_rules: ModelRules | None = None,
     shard: tuple[int, int] | None = None,
     resume: bool = False,
     show_progress: bool | None = False,
@@ -294,7 +297,7 @@ def filter_pairs(
     identity = {"file": stats, "output": [str(path) for path in files.values()]}
     folder = WorkFolder(files, key | identity, resume=resume)
     result = folder.state.get("report") or {"read": 0, "kept": 0, "dropped": {}, "examples": {}}
-    pair_filter = None if folder.state.get("is_finished") else PairFilter(source, settings, score_pairs)
+    pair_filter = None if folder.state.get("is_finished") else PairFilter(source, settings, model_rules or {})
     folder.path.mkdir(parents=True, exist_ok=True)
     with WriteLock(folder.path, "output"):
         if pair_filter is not None:
@@ -307,7 +310,8 @@ def filter_pairs(
             runs = [[np.sort(np.fromfile(folder.path / name, dtype=np.uint64))] for name in _HASHES]
             records = itertools.islice(source.records(), part.start + result["read"], part.stop)
             with progress_bar(len(part), "pairs", show_progress, result["read"]) as bar:
-                while chunk := list(itertools.islice(records, PAIRS_PER_CHUNK)):
+                size = _PAIRS_PER_CHUNK_OF_MODELS if model_rules else PAIRS_PER_CHUNK
+                while chunk := list(itertools.islice(records, size)):
                     verdicts, *hashes = pair_filter.decide(chunk, *runs)
                     count_verdicts(result, verdicts)
                     pairs = [pair for rule, pair in verdicts if not rule]

@@ -436,7 +436,8 @@ class Generator(TextStream):
 
         Args:
             num_references: Additional samples as pseudo-references. By default the candidates are the pseudo-references.
-            utility: `chrf` or `bleu`, of a candidate against a pseudo-reference. The score is the expected utility, 0 to 100.
+            utility: `chrf` or `bleu`, of a candidate against a pseudo-reference, or a judge of `load_judge`. The score is the
+                expected utility, 0 to 100, or that of the judge, negative for an error.
             **generation_kwargs: As for `generate()`, for the candidates.
 
         Source: Kumar and Byrne 2004; Eikema and Aziz 2020, arXiv 2005.10283; epsilon sampling: Freitag et al. 2023,

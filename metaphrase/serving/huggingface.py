@@ -1,8 +1,9 @@
 """Hugging Face's API: `huggingface_hub.InferenceClient(model=URL)`, and streams as text-generation-inference sends them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -31,6 +32,15 @@ class Parameters(BaseModel):
     stop: list[str] | None = None
     details: bool | None = None
     generate_parameters: dict[str, Any] | None = None
+
+
+class Labels(BaseModel):
+    """Parameters of a classification: the answers, of which `hypothesis_template` makes texts in place of `{}`."""
+
+    model_config = ConfigDict(extra="forbid")
+    candidate_labels: list[str]
+    hypothesis_template: str = Field("{}", pattern=r"\{\}")
+    multi_label: Literal[False] = False
 
 
 class Inputs(BaseModel):
@@ -66,9 +76,26 @@ def make_router(service: Service) -> APIRouter:
                 details = await describe(model, query, [text], reason == "stop")
                 yield {"index": len(texts), "token": token, "generated_text": text, "details": details}
 
+    async def classify(request: Request, model: ServedModel, texts: str | Sequence[str], fields: Labels) -> Response:
+        """Answer with the probabilities of the labels, the best label first."""
+        choices = [fields.hypothesis_template.replace("{}", label) for label in fields.candidate_labels]
+        query = Query([texts] if isinstance(texts, str) else texts)
+        score = partial(model.generator.choice_scores, query.texts, choices)
+        # The limits are those of all texts.
+        checked = replace(query, texts=[*query.texts, *choices])
+        rows = await service.run(request, checked, lambda ticket: model.batcher.call(ticket, score))
+        shown = []
+        for row in rows.tolist():
+            ordered = sorted(zip(row, fields.candidate_labels, strict=True), key=lambda pair: -pair[0])
+            shown.append([{"label": label, "score": value} for value, label in ordered])
+        return JSONResponse(shown[0] if isinstance(texts, str) else shown)
+
     async def generate(request: Request) -> Response:
         body = await read_body(request, Inputs)
         parameters, path = body.parameters or Parameters(), request.url.path
+        if "candidate_labels" in (parameters.model_extra or {}):
+            fields = Labels.model_validate(parameters.model_dump(exclude_none=True))
+            return await classify(request, service.find_model(body.model), body.inputs, fields)
         options = {**(parameters.model_extra or {}), **(parameters.generate_parameters or {})}
         options = {name: value for name, value in options.items() if name not in _IGNORED and value is not None}
         query = make_query(body.inputs, parameters, options.pop("num_return_sequences", 1), options)

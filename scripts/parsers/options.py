@@ -162,10 +162,17 @@ def add_batches(parser: argparse.ArgumentParser, *before: str) -> Options:
     return group
 
 
+_JUDGE = "a folder or Hub id of a MetricX model, or package.module:function"
+
+
 def add_judges(options: Options) -> None:
     """Add scores by a model or a function."""
-    text = "more scores: a folder or Hub id of a MetricX model, or package.module:function"
-    options.add_argument("--metric", metavar="NAME", nargs="+", default=[], help=text)
+    options.add_argument("--metric", metavar="NAME", nargs="+", default=[], help=f"more scores: {_JUDGE}")
+
+
+def add_judge(options: Options, purpose: str, name: str = "--metric") -> None:
+    """Add one score by a model or a function."""
+    options.add_argument(name, metavar="NAME", help=f"{purpose}: {_JUDGE}")
 
 
 def add_generation(parser: argparse.ArgumentParser) -> Options:
@@ -241,7 +248,7 @@ def generate(parser: argparse.ArgumentParser) -> None:
     add("--num_assistant_tokens", type=int, help="tokens in a draft")
     add("--mbr_candidates", type=int, help="number of samples for minimum Bayes risk decoding")
     add("--mbr_references", type=int, help="number of pseudo-references [the candidates themselves]")
-    add("--mbr_utility", choices=("chrf", "bleu"), help="similarity of a candidate and a pseudo-reference [chrf]")
+    add_judge(group, "score of a candidate by a pseudo-reference [chrf]: chrf, bleu", "--mbr_utility")
     add = parser.add_argument_group("phrases").add_argument
     text = "phrase that every target contains; of several phrases one is enough; may be given several times"
     add("--must_contain", metavar="PHRASE", nargs="+", action="append", help=text)

@@ -71,7 +71,8 @@ def filter(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("rules and thresholds").add_argument
     text = (
         "rules to apply [all]: empty, characters, encoding, letters, script, length_ratio, copy, end_punctuation, "
-        "numbers, links, brackets, repetition, duplicate, language, alignment, dual_cross_entropy, targets_per_source"
+        "numbers, links, brackets, repetition, duplicate, language, alignment, dual_cross_entropy, quality, "
+        "targets_per_source"
     )
     add("--rules", metavar="RULE", nargs="+", help=text)
     add("--skip_rules", metavar="RULE", nargs="+", default=[], help="rules to leave out")
@@ -87,6 +88,9 @@ def filter(parser: argparse.ArgumentParser) -> None:
     options.add_model(group, "--forward_model", help="folder or Hub id of a model from source to target")
     options.add_model(group, "--backward_model", help="folder or Hub id of a model from target to source")
     options.add_shared(group, "device")
+    group = parser.add_argument_group("judge of the rule quality")
+    options.add_judge(group, "score of a pair without a reference")
+    group.add_argument("--worst_score", type=float, help="score of the worst pair to keep")
     group = parser.add_argument_group("columns, lines and parts")
     options.add_shared(group, *options.COLUMNS)
     text = "most characters of a line; longer lines are dropped"
@@ -110,7 +114,11 @@ def distill(parser: argparse.ArgumentParser) -> None:
     options.add_stream(parser, "pairs in one file, or one source in each line", output)
     add = parser.add_argument
     add("--target", type=file, help="file with one reference in each line, for an input of sources")
-    add("--select", choices=("bleu", "chrf"), help="write the target nearest to the reference [write all]")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--select", choices=("bleu", "chrf"), help="write the target nearest to the reference [write all]"
+    )
+    options.add_judge(group, "write the target with the best score")
     options.add_loaded_model(parser, "teachers", nargs="+")
     options.add_shared(options.add_batches(parser), "split_sentences", *options.COLUMNS)
     options.add_generation(parser)
@@ -140,26 +148,16 @@ def rerank(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("candidates", type=file, help="file with `index ||| text ||| score` on each line")
     add("--source", type=file, required=True, help="file with one source in each line")
-    add(
-        "--weights", type=path, required=True, help="JSON file of the weights, which --target writes and --output reads"
-    )
+    text = "JSON file of the weights, which --target writes and --output reads"
+    add("--weights", type=path, required=True, help=text)
     add("--target", type=file, help="file with one reference in each line, to tune the weights")
     add("--output", type=path, help="file to write the best candidate of each source to")
     options.add_model(parser, "--reverse_model", help="folder or Hub id of a model from target to source")
     options.add_judges(parser)
-    add(
-        "--scores",
-        type=file,
-        nargs="+",
-        default=[],
-        help="files with one score in each line, one line for each candidate",
-    )
-    add(
-        "--tuned_metric",
-        choices=("bleu", "chrf", "exact_match", "wer", "cer"),
-        default="bleu",
-        help="score to tune for",
-    )
+    text = "files with one score in each line, one line for each candidate"
+    add("--scores", type=file, nargs="+", default=[], help=text)
+    metrics = ("bleu", "chrf", "exact_match", "wer", "cer")
+    add("--tuned_metric", choices=metrics, default="bleu", help="score to tune for")
     group = parser.add_argument_group("batches")
     options.add_shared(group, "device", "batch_size", "max_tokens_per_batch", "max_line_characters")
 

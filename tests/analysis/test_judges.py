@@ -1,8 +1,11 @@
 """Tests of judges: a MetricX of random weights beside a plain loop of transformers, functions, and the subcommands."""
 
+import dataclasses
 import json
+import math
 import sys
 
+import numpy as np
 import pytest
 import torch
 from subcommands import execute
@@ -77,12 +80,26 @@ def length(sources, targets, references):
     return [len(target) for target in targets]
 
 
+ALONE = ["the cat sleeps", "a dog", "the small cat sees a dog", "the cat sleeps"]
+CALLS = []
+
+
+def errors(sources, targets, references):
+    """Count the letters that a target has more or less than its reference, or else its source."""
+    CALLS.append(list(zip(sources, targets, references or sources, strict=True)))
+    return [abs(len(target) - len(other)) for _, target, other in CALLS[-1]]
+
+
+errors.lower_is_better = True
+
+
 def broken(sources, targets, references):
     return [float("nan")] * len(targets)
 
 
 @pytest.fixture
 def module(monkeypatch):
+    CALLS.clear()
     monkeypatch.setitem(sys.modules, "own_scores", sys.modules[__name__])
     return "own_scores"
 
@@ -91,10 +108,23 @@ def test_a_function_judges(module):
     judge = load_judge(f"{module}:length")
     segments = judge.segments(SOURCES, TARGETS, None)
     assert segments.score() == sum(map(len, TARGETS)) / 3 and not judge.is_better_lower
-    with pytest.raises(ValueError, match="must return finite scores, got nan for text 1"):
+    with pytest.raises(ValueError, match="must return finite scores, got nan for 'ein Hund'"):
         load_judge(f"{module}:broken").segments(SOURCES, TARGETS, None)
     with pytest.raises(ValueError, match="must return 2 scores, got 3"):
-        judge._replace(score=lambda *_: [1, 2, 3]).segments(SOURCES[:2], TARGETS[:2], None)
+        dataclasses.replace(judge, score=lambda *_: [1, 2, 3], _known={}).segments(SOURCES[:2], TARGETS[:2], None)
+
+
+def test_equal_texts_are_scored_once(module, monkeypatch):
+    monkeypatch.setattr("metaphrase.analysis.judges._MOST_ROWS", 2)
+    judge = load_judge(f"{module}:errors")
+    for _ in range(2):
+        values = judge.values([*SOURCES, *SOURCES], [*TARGETS, *TARGETS], [*REFERENCES, *REFERENCES])
+        assert values.tolist() == [6, 5, 2] * 2
+    # Calls have two rows at most. Of the three scores, two are remembered.
+    assert [len(call) for call in CALLS] == [2, 1, 1]
+    # Without a reference, another score.
+    assert judge.values(SOURCES[:1], TARGETS[:1]).tolist() == [2] and judge.utilities(["a"], ["abc"]).tolist() == [-2]
+    assert judge.values([], []).tolist() == []
 
 
 @pytest.mark.parametrize("name", ["own_scores:missing", "no_such_module:score"])
@@ -117,3 +147,92 @@ def test_evaluate_and_compare_take_judges(module, tmp_path, capsys):
     assert "length" in capsys.readouterr().out
     with pytest.raises(ValueError, match="`source` must be given with `metric`"):
         execute("compare", [*outputs, *files[2:], "--metric", f"{module}:length"])
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in ALONE), encoding="utf-8")
+    rows = [*zip(SOURCES, TARGETS, strict=True), ("a dog runs", "ein"), ("the cat", "die Katze schläft hier")]
+    (tmp_path / "pairs.tsv").write_text("".join(f"{source}\t{target}\n" for source, target in rows), encoding="utf-8")
+    return rows
+
+
+@pytest.mark.parametrize("has_references", [True, False])
+def test_distilled_targets_are_the_best_of_a_judge(has_references, module, files, tmp_path):
+    generator = tiny_generator(kind="byte")
+    folder, beams = save_generator(generator, tmp_path / "model"), {"num_beams": 4, "num_return_sequences": 4}
+    sources = [row[0] for row in files] if has_references else ALONE
+    others = [row[1] for row in files] if has_references else sources
+    n_best = generator.generate_n_best(sources, **beams)
+    words = ["--input", "pairs.tsv" if has_references else "in.txt", "--chunk_size", "3", "--output", "best.jsonl"]
+    words += [word for name, value in beams.items() for word in (f"--{name}", str(value))]
+    execute("distill", [str(folder), *words, "--metric", f"{module}:errors"])
+    best = [
+        min(row, key=lambda item, other=other: abs(len(item.text) - len(other))).text
+        for row, other in zip(n_best, others, strict=True)
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text("utf-8").splitlines()]
+    assert [row["target"] for row in rows] == best
+    assert (best != [row[0].text for row in n_best]) == has_references
+    # One call for each chunk. The last source without references came before.
+    assert len(CALLS) == (2 if has_references else 1)
+
+
+def test_pairs_of_poor_quality_are_dropped_and_counted(module, files, tmp_path, monkeypatch):
+    monkeypatch.setattr("metaphrase.filtering.run._PAIRS_PER_CHUNK_OF_MODELS", 3)
+    words = [
+        "pairs.tsv",
+        "--output",
+        "clean.tsv",
+        "--rejected",
+        "no.tsv",
+        "--report",
+        "report.json",
+        "--rules",
+        "quality",
+    ]
+    execute("filter", [*words, "--metric", f"{module}:errors", "--worst_score", "2"])
+    poor = [row for row in files if abs(len(row[0]) - len(row[1])) > 2]
+    lines = {name: (tmp_path / name).read_text("utf-8").splitlines() for name in ("clean.tsv", "no.tsv")}
+    assert lines["clean.tsv"] == ["\t".join(row) for row in files if row not in poor]
+    assert lines["no.tsv"] == ["\t".join(("quality", *row)) for row in poor] and len(poor) == 2
+    report = json.loads((tmp_path / "report.json").read_text("utf-8"))
+    assert report["dropped"] == {"quality": 2} and report["settings"]["worst_score"] == 2
+    assert [len(call) for call in CALLS] == [3, 2]
+    # More is better in this score.
+    execute("filter", [*words, "--overwrite", "--metric", f"{module}:length", "--worst_score", "8"])
+    assert {line.split("\t")[2] for line in (tmp_path / "no.tsv").read_text("utf-8").splitlines()} == {"b", "ein"}
+
+
+def test_a_judge_is_the_utility_of_minimum_bayes_risk(module):
+    generator = tiny_generator(kind="byte", batch_size=2)
+    n_best = generator.generate_n_best(SOURCES, num_beams=4, num_return_sequences=4, length_penalty=0.0)
+    expected = []
+    for row in n_best:
+        weights = np.array([math.exp(item.score) for item in row])
+        risks = [weights @ [abs(len(item.text) - len(other.text)) for other in row] / weights.sum() for item in row]
+        expected.append((row[int(np.argmin(risks))].text, pytest.approx(-min(risks))))
+    options = {"num_candidates": 4, "num_beams": 4, "length_penalty": 0.0}
+    chosen = generator.generate_mbr(SOURCES, utility=f"{module}:errors", **options)
+    assert [(item.text, item.score) for item in chosen] == expected
+    assert [item.text for item in chosen] != [row[0].text for row in n_best]
+    # One call for the pairs of a batch of two sources. Chunks of a stream share the judge and its scores.
+    assert [len(call) for call in CALLS] == [len({*call}) for call in CALLS] and len(CALLS) == 2
+    assert generator.generate_mbr(SOURCES, utility=f"{module}:errors", **options) == chosen and len(CALLS) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("distill model --input in.txt --metric own_scores:errors", "`num_return_sequences` above 1, got 1"),
+        ("distill model --input in.txt --metric own_scores:errors --select bleu", "not allowed with argument --metric"),
+        ("filter pairs.tsv --output a.tsv --metric own_scores:errors", "`worst_score` must be given with `metric`"),
+        ("filter pairs.tsv --output a.tsv --rules quality", "`metric` or `worst_score` must be given with the rule"),
+    ],
+)
+def test_half_a_request_is_refused(words, message, module, files, tmp_path):
+    save_generator(tiny_generator(kind="byte"), tmp_path / "model")
+    name, *rest = words.split()
+    with pytest.raises(ValueError, match=message):
+        execute(name, rest)

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
-from tiny_models import CROSSED, DESIGNS, random_batch, random_sources, tiny_model
+from tiny_models import CROSSED, DESIGNS, RECURRENT, random_batch, random_sources, tiny_model
 from torch import nn
 from torch.nn.utils import parametrize
 
 from metaphrase.decoding import prepacked_weights
 from metaphrase.decoding.beam_search import BeamState
-from metaphrase.decoding.decoder_state import DecoderState
+from metaphrase.decoding.decoder_state import DecoderState, FirstStep
 from metaphrase.decoding.fast_generation import prepared_projections
 
 LENGTH = 19  # more than the state has room for at first
@@ -111,6 +111,17 @@ def walk(setup, turns, leaving=None):
             paths = paths[rows]
     assert (state.copies, state.length) == (COPIES, 2 + turns)
     return state, kept
+
+
+@pytest.mark.parametrize("design", DESIGNS | RECURRENT)
+def test_one_step_needs_no_keys_and_values_of_the_sources(design):
+    model, output, mask, targets = setting("right", **(DESIGNS | RECURRENT)[design])
+    config, decoder = model.config, model.get_decoder()
+    assert FirstStep.supports(decoder) != (config.qk_norm or config.attn_logit_softcapping is not None)
+    for rows in (slice(0, 3), slice(1, 2)) if FirstStep.supports(decoder) else ():
+        state = make_state(FirstStep, model, output[rows], mask[rows])
+        expected = whole(model, output[rows], mask[rows], targets[rows, :1])
+        assert_near(step_through(state, targets[rows, :1]), expected)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -102,8 +102,9 @@ def test_a_file_of_pairs_is_read_to_its_end(cli_model, folder):
 
 def test_of_equally_near_candidates_the_first_is_selected():
     candidates = [ScoredText(text, None) for text in ("a dog", "the cat", "the  cat")]
-    assert backtranslate.nearest(candidates, "the cat", "chrf") is candidates[1]
-    assert backtranslate.nearest(candidates, "zzz", "chrf") is candidates[0]
+    rows = iter([(candidates, ("", "the cat")), (candidates, ("", "zzz"))])
+    best = [row[0][0] for row in backtranslate.choose_best(rows, backtranslate.nearness("chrf"), 9)]
+    assert best[0] is candidates[1] and best[1] is candidates[0]
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,33 @@ def test_client_reads_a_stream(connect, writer):
     assert "".join(pieces) == expected[: expected.index(stop)]
 
 
+def test_client_classifies(connect, writer, writer_url):
+    labels, client = ["dog", "cat", "a mouse"], connect()
+    [row] = writer.choice_scores(["the cat"], labels)
+    best = sorted(zip(labels, row.tolist(), strict=True), key=lambda pair: -pair[1])
+    answer = client.zero_shot_classification("the cat", labels)
+    assert [(item.label, item.score) for item in answer] == [(label, pytest.approx(score)) for label, score in best]
+    assert [label for label, _ in best] != labels
+    [row] = writer.choice_scores(["the cat"], ["the dog", "the cat", "the a mouse"])
+    answer = client.zero_shot_classification("the cat", labels, hypothesis_template="the {}")
+    assert answer[0].label == labels[row.argmax()] and answer[0].score == pytest.approx(row.max())
+    for message, words, options in (
+        ("multi_label", labels, {"multi_label": True}),
+        ("hypothesis_template", labels, {"hypothesis_template": "the"}),
+        ("two or more different answers", ["dog", "dog"], {}),
+        ("at most 128 texts", [*map(str, range(128))], {}),
+    ):
+        with pytest.raises(HfHubHTTPError, match=message):
+            client.zero_shot_classification("the cat", words, **options)
+    # Several texts, and an option that would change nothing.
+    for parameters, status in (({}, 200), ({"num_beams": 4}, 400)):
+        body = {"inputs": ["the cat", "a dog"], "parameters": {"candidate_labels": labels, **parameters}}
+        response = requests.post(writer_url, json=body, headers={"Authorization": "Bearer right"})
+        assert response.status_code == status
+        assert status == 400 or [item["label"] for item in response.json()[0]] == [label for label, _ in best]
+        assert status == 200 or "num_beams" in response.text
+
+
 def test_client_raises_its_errors(connect, writer_url):
     for key in ("wrong", None):
         with pytest.raises(HfHubHTTPError, match="401"):
