@@ -55,14 +55,6 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
         stack.embed_tokens = self._get_resized_embeddings(old, *arguments).requires_grad_(old.weight.requires_grad)
         return stack.embed_tokens
 
-    def _get_resized_lm_head(self, *args, **kwargs):
-        # `_init_weights` must know that the new projection is a head.
-        self._is_resizing_head = True
-        try:
-            return super()._get_resized_lm_head(*args, **kwargs)
-        finally:
-            self._is_resizing_head = False
-
     def resize_decoder_token_embeddings(
         self, new_num_tokens: int, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:

@@ -68,7 +68,6 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     # True if the model reads packed rows, by `source_lengths` and `target_lengths`: if the package has put its code in place.
     supports_packing = False
-    _is_resizing_head = False
     _tied_weights_keys = {}
     # Options of the last load of each name, for the target tokenizer of a pipeline. They are not saved with a model.
     hub_options: dict[str, dict] = {}
@@ -105,7 +104,7 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
         if config.initializer_range is not None:
             std = config.initializer_range
         # By its shape, so that states, scores and logits have a variance of about 1, as in T5.
-        elif isinstance(module, nn.Linear) and (self._is_resizing_head or module is getattr(self, "lm_head", None)):
+        elif isinstance(module, nn.Linear) and module is getattr(self, "lm_head", None):
             std = module.in_features**-0.5 / config.logits_scale
         elif isinstance(module, nn.Linear):
             std = getattr(module, "initial_gain", 1.0) * (2 / (module.in_features + module.out_features)) ** 0.5
