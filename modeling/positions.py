@@ -165,25 +165,23 @@ class RelativePositionBias(nn.Module):
         return self.embedding(self.bucket(distance)).permute(0, 3, 1, 2)
 
 
-def alibi_slopes(heads: int) -> torch.Tensor:
-    """Return a slope for each head, in a geometric series that starts with its ratio (Press et al. 2022, arXiv 2108.12409).
-
-    The series of the next smaller power of two is completed by every second slope of the next larger, as in the authors' code.
-    """
-    power = 2 ** math.floor(math.log2(heads))
-    slower = torch.arange(1, 2 * power, 2, dtype=torch.float64)[: heads - power] / (2 * power)
-    return (2.0 ** (-8 * torch.cat((torch.arange(1, power + 1) / power, slower)))).float()
-
-
 class AlibiPositionBias(nn.Module):
-    """ALiBi, a penalty that grows linearly with the distance in either direction."""
+    """ALiBi, a penalty that grows linearly with the distance in either direction, with a slope for each head.
+
+    The slopes are a geometric series that starts with its ratio. The series of the next smaller power of two is completed by
+    every second slope of the next larger, as in the authors' code.
+
+    Source: Press et al. 2022, arXiv 2108.12409.
+    """
 
     def __init__(self, heads: int):
         super().__init__()
-        self.heads = heads
-        self.register_buffer("slopes", alibi_slopes(heads), persistent=False)
+        power = 2 ** math.floor(math.log2(heads))
+        exponents = [step / power for step in range(1, power + 1)]
+        exponents += [step / (2 * power) for step in range(1, 2 * power, 2)][: heads - power]
+        self.slopes = [2.0 ** (-8 * exponent) for exponent in exponents]
 
     def forward(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
         """Return the bias: `(1 or batch, query), (1 or batch, key) -> (1 or batch, heads, query, key)`."""
         distance = (key_positions[:, None, None, :] - query_positions[:, None, :, None]).abs()
-        return -distance * self.slopes.float()[:, None, None]
+        return -distance * torch.tensor(self.slopes, device=distance.device)[:, None, None]

@@ -27,7 +27,6 @@ from .positions import (
     MetaphraseRotaryEmbedding,
     RelativePositionBias,
     SinusoidalPositionEmbedding,
-    alibi_slopes,
     positions_from_mask,
 )
 
@@ -123,8 +122,6 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
                 init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, MetaphraseRMSNorm) and module.plus_one:
             init.zeros_(module.weight)
-        elif isinstance(module, AlibiPositionBias):
-            init.copy_(module.slopes, alibi_slopes(module.heads))
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         # With false `tie_word_embeddings`, the parent would also untie the embeddings of source and target.

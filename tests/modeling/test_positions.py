@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from metaphrase.modeling import MetaphraseModel
 from metaphrase.modeling.positions import (
+    AlibiPositionBias,
     MetaphraseRotaryEmbedding,
-    alibi_slopes,
     positions_from_mask,
     rotate,
     sinusoids,
@@ -115,7 +115,7 @@ def test_rotate_keeps_float16_finite():
 def test_alibi_slopes_equal_bloom(heads):
     # With a mask of two tokens, the value at the second is the slope itself.
     expected = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
-    torch.testing.assert_close(alibi_slopes(heads), expected)
+    torch.testing.assert_close(torch.tensor(AlibiPositionBias(heads).slopes), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
