@@ -211,7 +211,6 @@ class Stack(MetaphrasePreTrainedModel):
         hidden_states: torch.Tensor,
         query_positions: torch.Tensor,
         key_positions: torch.Tensor,
-        query_offset: int | torch.Tensor = 0,
     ) -> list[torch.Tensor | None]:
         """Return the mask of each layer: `full_mask`, narrowed to the layer's window, plus its position bias."""
         is_flash = "flash" in self.config._attn_implementation
@@ -229,7 +228,7 @@ class Stack(MetaphrasePreTrainedModel):
                     mask = torch.where(is_near, mask, torch.finfo(mask.dtype).min)
             if bias is not None:
                 scores = bias(query_positions, key_positions).to(hidden_states.dtype)
-                mask = combine_bias(scores, mask, self.is_causal, query_offset)
+                mask = combine_bias(scores, mask)
             masks[bias, window] = mask
         return [masks[layer] for layer in layers]
 
@@ -386,11 +385,11 @@ class MetaphraseDecoder(Stack):
                 config=self.config,
                 inputs_embeds=hidden_states,
                 attention_mask=attention_mask,
-                # Torch's kernel can do without a mask. A merged attention has one mask for both parts.
-                allow_is_causal_skip=self.config.attn_logit_softcapping is None and not is_merged,
+                # Torch's kernel can do without a mask, but not with a bias. A merged attention has one mask for both parts.
+                allow_is_causal_skip=self.config.attn_logit_softcapping is None and self._has_plain_masks,
                 **{CACHE_NAME: cache},
             )
-            masks = self.layer_masks(full_mask, hidden_states, query_positions, key_positions, offset)
+            masks = self.layer_masks(full_mask, hidden_states, query_positions, key_positions)
         if is_merged:
             # One softmax over target and source: (sources, 1, copies * query, source) -> (batch, 1, query, source)
             encoder_mask = encoder_mask.unflatten(2, (-1, length)).flatten(0, 2)[:, None]
