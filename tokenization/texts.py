@@ -42,10 +42,7 @@ class Line(NamedTuple):
 
 @contextlib.contextmanager
 def open_bytes(path: str | os.PathLike | None) -> Iterator[Any]:
-    """Open a text file, plain or compressed (`.gz`); None is standard input.
-
-    A damaged compressed file is an `OSError`, a truncated one an `EOFError`.
-    """
+    """Open a text file, plain or compressed (`.gz`); None is standard input. A damaged compressed file is an `OSError`."""
     if path is None:
         yield sys.stdin.buffer
         return
@@ -53,8 +50,8 @@ def open_bytes(path: str | os.PathLike | None) -> Iterator[Any]:
         try:
             yield file
         except (zlib.error, gzip.BadGzipFile, EOFError) as error:
-            kind = EOFError if isinstance(error, EOFError) else gzip.BadGzipFile
-            raise kind(f"`{os.fspath(path)}` must be a compressed file that is whole, got: {error}.") from error
+            text = f"`{os.fspath(path)}` must be a compressed file that is whole, got: {error}."
+            raise gzip.BadGzipFile(text) from error
 
 
 def count_lines(path: str | os.PathLike | None) -> int | None:

@@ -209,20 +209,15 @@ class TokenizerPair:
 def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs: Any) -> PreTrainedTokenizerBase:
     try:
         # By default transformers asks on standard output, and would read a text from standard input as the answer.
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
-        if tokenizer.is_fast:
-            # A damaged template of special tokens shows in use only.
-            tokenizer(["a"])
-    except BaseException as error:
-        # transformers and tokenizers raise all kinds of errors for damaged files. A panic of Rust is no Exception.
-        is_of_files = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if isinstance(error, OSError | ValueError | ImportError) or not is_of_files:
-            raise
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError, ImportError):
+        raise
+    except Exception as error:
+        # transformers and tokenizers raise all kinds of errors for damaged files.
         raise MetaphraseError(
             f"The files of the tokenizer in {os.fspath(name_or_path)!r}, such as `tokenizer.json`, cannot be loaded: "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    return tokenizer
 
 
 def _encode(
