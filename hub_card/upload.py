@@ -112,15 +112,13 @@ def select_files(folder: Path) -> Selection:
 
 def _code_files(folder: Path) -> list[str]:
     """Return the modules that the configs name, and the modules that these import from the folder."""
-    paths = set()
-    for name in ("config.json", "tokenizer_config.json"):
-        fields = read_fields(folder / name) or {}
-        for entry in (*(fields.get("auto_map") or {}).values(), *(fields.get("custom_pipelines") or {}).values()):
-            classes = entry["impl"] if isinstance(entry, dict) else entry
-            # A name with two hyphens is in another repository, and so is its file.
-            for class_name in classes if isinstance(classes, list) else [classes]:
-                paths.add(folder / f"{str(class_name).partition('.')[0]}.py")
-    paths = {path for path in paths if path.is_file()}
+    names: list[str | None] = []
+    for file in ("config.json", "tokenizer_config.json"):
+        for classes in ((read_fields(folder / file) or {}).get("auto_map") or {}).values():
+            # A tokenizer has two classes, of which one may be None.
+            names += classes if isinstance(classes, list) else [classes]
+    # A name with two hyphens is in another repository, and so is its file.
+    paths = {path for name in names if (path := folder / f"{str(name).partition('.')[0]}.py").is_file()}
     imported = {Path(path) for module in paths for path in get_relative_import_files(module)}
     return sorted(path.name for path in paths | imported)
 
