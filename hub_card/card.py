@@ -180,13 +180,6 @@ def number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
-def _language(language: str | None) -> str:
-    if not language:
-        return UNKNOWN
-    note = "" if LANGUAGE_CODE.fullmatch(language) else " (no ISO 639 code, hence not in the metadata)"
-    return plain(language) + note
-
-
 def write_model_card(
     folder: str | os.PathLike, facts: Facts | None = None, *, repo_id: str | None = None, overwrite: bool = False
 ) -> Path:
@@ -245,7 +238,6 @@ def write_model_card(
         code=code,
         number=number,
         table=table,
-        language=_language,
         marker=MARKER,
         trained=trained,
         facts=facts,
