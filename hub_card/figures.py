@@ -1,10 +1,9 @@
 """Training curves as PNG files, without a display."""
 
-import contextlib
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,13 @@ SCORE_LABELS |= {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", 
 SCORE_LABELS |= {"exact_match": "exact match", "wer": "WER", "cer": "CER"}
 
 
-@contextlib.contextmanager
-def ignoring_missing_glyphs() -> Iterator[None]:
-    """Return a context without matplotlib's warning for each character that no font has. It becomes an empty box."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
-        yield
-
-
 def save_figure(figure: Figure, path: str | os.PathLike, **options) -> Path:
     """Write a picture as a PNG file in one step."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ignoring_missing_glyphs(), file_in_one_step(path) as temporary:
+    with warnings.catch_warnings(), file_in_one_step(path) as temporary:
+        # A character that no font has becomes an empty box.
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
         figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH, facecolor="white", **options)
     return path
 

@@ -25,7 +25,7 @@ from matplotlib.patches import Rectangle
 
 from metaphrase.analysis.explanation import Explanation
 from metaphrase.errors import MetaphraseError
-from metaphrase.hub_card.figures import BEST_COLOR, SCORE_LABELS, TEXT_COLOR, ignoring_missing_glyphs, save_figure
+from metaphrase.hub_card.figures import BEST_COLOR, SCORE_LABELS, TEXT_COLOR, save_figure
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.tokenization.tokenizer_trainer import SPACE_MARK
 
@@ -279,10 +279,5 @@ def draw_attention_map(
     bar.yaxis.label.set_color(TEXT_COLOR)
     bar.tick_params(labelsize=8, length=2, colors=TEXT_COLOR)
     if title:
-        # Above the longest token label.
-        with ignoring_missing_glyphs():
-            box = panel.get_tightbbox(figure.canvas.get_renderer()).transformed(figure.dpi_scale_trans.inverted())
-        position = box.x0 / width, (box.y1 + 0.15) / height
-        title = textwrap.fill(title, int(10.5 * (width + 0.9 - box.x0)))
-        figure.text(*position, title, va="bottom", fontsize=12, fontweight="bold", **plain)
+        panel.set_title(textwrap.fill(title, int(10.5 * (width + 0.9))), fontweight="bold", **plain)
     return save_figure(figure, path, bbox_inches="tight", pad_inches=0.15)
