@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -77,7 +76,6 @@ def draw_training_curve(
     has_rate = bool(len(rate[0]))
     ratios = [3] * bool(losses) + [2] * bool(scores) + [1] * has_rate
     figure = Figure(figsize=(8, 1.2 + sum(ratios)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels: Any = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     if losses:
         _draw_losses(panels[0], series, label_smoothing)

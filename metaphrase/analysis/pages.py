@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.patches import Rectangle
@@ -243,7 +242,6 @@ def draw_attention_map(
     width, height = columns * cell, rows * cell
     # The cells decide the size; saving with a tight box then adds what the labels need, so that none is cut off.
     figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
     panel = figure.add_axes((0, 0, 1, 1))
     image = panel.imshow(weights, cmap="Blues", vmin=0, vmax=max(float(weights.max()), 1e-9), aspect="auto")
     # Without `parse_math=False` two dollar signs in a token would start a formula.
