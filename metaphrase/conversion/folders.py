@@ -143,10 +143,7 @@ def _plan_ours(
     if getattr(theirs, "decoder_start_token_id", None) is None:
         theirs.decoder_start_token_id = start
     # T5's classes with a head have the names of a part.
-    inner = {name.removeprefix(_PART): name for name in weights.kinds}
-    load, kinds = weights.load, weights.kinds
-    weights.load = lambda name: load(inner[name])
-    weights.kinds = {name: kinds[stored] for name, stored in inner.items()}
+    checkpoints.rename_weights(weights, lambda name: name.removeprefix(_PART))
     kind = checkpoints.kind_of_class(theirs.architectures)
     config = family.read_config(theirs, weights)
     if kind:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from metaphrase.conversion.checkpoints import RARE_FIELDS
+from metaphrase.conversion.checkpoints import RARE_FIELDS, rename_weights
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
@@ -110,10 +110,8 @@ class Family:
         """Return our configuration of a checkpoint, whose weights show what is tied and what a bias holds."""
         if not any(name.startswith(self.prefix) for name in weights.kinds):
             # A checkpoint without a head lacks the prefix.
-            load, kinds, prefixes = weights.load, weights.kinds, ("lm_head.", LOGITS_BIAS)
-            stored = {name if name.startswith(prefixes) else self.prefix + name: name for name in kinds}
-            weights.load = lambda name: load(stored[name])
-            weights.kinds = {name: kinds[inner] for name, inner in stored.items()}
+            of_head = ("lm_head.", LOGITS_BIAS)
+            rename_weights(weights, lambda name: name if name.startswith(of_head) else self.prefix + name)
         shares = {name: getattr(theirs, name, None) for name in ("encoder_layerdrop", "decoder_layerdrop")}
         if any(shares.values()):
             logger.warning("LayerDrop is left out: Metaphrase trains all layers, got %s.", shares)
