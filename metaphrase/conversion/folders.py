@@ -161,7 +161,7 @@ def _plan_ours(
     checkpoints.check_names(sorted(known), weights.kinds)
     known = known.union(*family.embedding_names.values())
     names = [name for name in weights.kinds if not name.startswith(family.ignored_prefixes)]
-    left_over = [name for name in names if family.original_name(name) not in known]
+    left_over = [name for name in names if name.replace(*family.copy_name) not in known]
     if heads := [name for name in left_over if name.startswith(_HEADS)]:
         raise MetaphraseError(f"The head of {theirs.architectures} cannot be converted, got {listed(heads)}.")
     if left_over:
@@ -204,7 +204,9 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
     write_json(output / CONFIG_NAME, written, sort_keys=True)
     our_shapes, embeddings = checkpoints.shapes(ours), family.embedding_names
-    their_shapes = {family.file_name(name): shape for name, shape in checkpoints.shapes(their_skeleton).items()}
+    their_shapes = {
+        name.replace(*family.file_name): shape for name, shape in checkpoints.shapes(their_skeleton).items()
+    }
     # Our names of the class that generates.
     stored = {_full_name(name): name for name in checkpoints.stored_names(ours)}
     counterparts = {name: _counterpart(family, name, config) for name in stored if name not in embeddings}
@@ -213,11 +215,11 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     sources = {theirs: stored[name] for theirs, name in sources.items() if name in stored}
     # The last ones are tied or recomputed by default, but not in this model.
     heads = [] if config.tie_word_embeddings or kind else [embeddings[HEAD][0]]
-    their_names = [*map(family.file_name, checkpoints.stored_names(their_skeleton))]
+    their_names = [name.replace(*family.file_name) for name in checkpoints.stored_names(their_skeleton)]
     named = {name.removeprefix(_PART) for name in their_names}
     planned = {}
     for name in [*their_names, *(name for name in dict.fromkeys([*by_name, *heads]) if name not in named)]:
-        original = family.original_name(name.removeprefix(_PART))
+        original = name.removeprefix(_PART).replace(*family.copy_name)
         if (our_name := sources.get(original)) is not None:
             counterpart = by_name.get(original, Counterpart(original))
             nbytes = weights.kinds[our_name].nbytes

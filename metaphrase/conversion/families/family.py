@@ -89,6 +89,8 @@ class Family:
     classifier: Mapping[str, Any] = {"classifier_hidden_layer": True, "classifier_pooling": "eos"}
     classifier_dropout = "classifier_dropout"
     head_name = ("", "")
+    # A part of the names of their class, and that of a checkpoint; a part of the names of copies, and that of their originals.
+    file_name = copy_name = ("", "")
 
     def __init__(self, name: str, field_names: Mapping[str, str], fixed: Mapping[str, Any]):
         self.name, self.field_names = name, field_names
@@ -202,14 +204,6 @@ class Family:
     def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
         """Return the family's weight for one of ours."""
         return Counterpart(rename(name, self.module_names))
-
-    def file_name(self, name: str) -> str:
-        """Return the name in a checkpoint of a weight of their class."""
-        return name
-
-    def original_name(self, name: str) -> str:
-        """Return the weight of theirs that one of theirs is a copy of, or its name."""
-        return name
 
     def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor:
         """Make a weight of theirs that has no counterpart of ours."""
