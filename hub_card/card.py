@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.utils import validate_repo_id
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.hub_card.figures import SCORE_LABELS, draw_training_curve, is_finite
+from metaphrase.hub_card.figures import SCORE_LABELS, draw_training_curve
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_fields
 from metaphrase.storage.weight_files import WeightFiles, weight_names
@@ -85,8 +85,6 @@ class TrainedFolder:
     def __init__(self, folder: str | os.PathLike):
         """Read a folder. Raise a `MetaphraseError` if one of its files is not valid."""
         self.path = Path(folder)
-        if not self.path.is_dir():
-            raise MetaphraseError(f"`folder` must be an existing folder, got {str(folder)!r}.")
         self.metrics, self.state, self.config = (
             read_fields(self.path / f"{name}.json") for name in ("metrics", "trainer_state", "config")
         )
@@ -98,9 +96,6 @@ class TrainedFolder:
                 self.num_parameters = sum(math.prod(kind.shape) for kind in kinds)
         metrics = self.metrics or {}
         self.scores, data = metrics.get("scores") or {}, metrics.get("data") or {}
-        for name, result in self.scores.items():
-            if not (isinstance(result, Mapping) and is_finite(result.get("score"))):
-                raise MetaphraseError(f"`scores.{name}` in `metrics.json` must have a finite `score`, got {result!r}.")
         self.data_name = redact(str(data["name"])) if data.get("name") else None
         self.scored_pairs = self.data_name and plain(self.data_name)
         if self.data_name and (self.recipe or {}).get(f"num_{data.get('split')}") and metrics.get("num_examples"):

@@ -295,7 +295,6 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
     ("name", "content", "message"),
     [
         ("metrics.json", "{", "`metrics.json` must be readable"),
-        ("metrics.json", '{"scores": {"bleu": 3}}', "`scores.bleu` in `metrics.json` must have a finite `score`"),
         ("recipe.yaml", "seed: 1\nseed: 2", "`recipe.yaml` must be readable.*the key `seed` occurs twice"),
         ("trainer_state.json", "7", "`trainer_state.json` must hold fields with values, got int"),
         ("model.safetensors", "damaged", "must hold whole weights, got "),
@@ -308,9 +307,7 @@ def test_unfit_files_are_refused(empty_folder, name, content, message):
     assert not (empty_folder / "README.md").exists()
 
 
-def test_unfit_arguments_are_refused(empty_folder, tmp_path):
-    with pytest.raises(ValueError, match="`folder` must be an existing folder"):
-        write_model_card(tmp_path / "nowhere")
+def test_an_unfit_name_is_refused(empty_folder):
     with pytest.raises(ValueError, match="a//b"):
         write_model_card(empty_folder, repo_id="a//b")
 
