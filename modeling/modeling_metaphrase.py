@@ -119,8 +119,6 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             use_cache: True to return keys and values for the next decoding step.
             **kwargs: Also `source_lengths` and `target_lengths` of packed rows, if `supports_packing` is true.
         """
-        if kwargs.get("source_lengths") is not None and not self.supports_packing:
-            raise ValueError("`source_lengths` must be None without the package `metaphrase.ops`, got a value.")
         if encoder_outputs is None:
             inputs = input_ids, attention_mask, inputs_embeds, position_ids
             encoder_outputs = self.encoder(*inputs, return_dict=True, **kwargs)

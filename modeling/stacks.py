@@ -362,8 +362,6 @@ class MetaphraseDecoder(Stack):
         hidden_states, position_embeddings = self.enter(embeddings, position_ids, bound)
 
         rows, sources = embeddings.shape[0], encoder_hidden_states.shape[0]
-        if rows % sources:
-            raise ValueError(f"Targets must be as many as sources, or a multiple of them, got {rows} and {sources}.")
         is_merged = self.config.merged_attention
         encoder_mask = create_bidirectional_mask(
             config=self.config,
