@@ -23,6 +23,7 @@ from matplotlib.font_manager import fontManager
 from matplotlib.patches import Rectangle
 
 from metaphrase.analysis.explanation import Explanation
+from metaphrase.errors import MetaphraseError
 from metaphrase.hub_card.figures import BEST_COLOR, SCORE_LABELS, TEXT_COLOR, save_figure
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.tokenization.tokenizer_trainer import SPACE_MARK
@@ -228,9 +229,15 @@ def draw_attention_map(
 
     Args:
         weights: (target, source), from 0 to 1; an array or a tensor.
+
+    Raises:
+        MetaphraseError: If the shape does not fit the tokens, or there are too many tokens for one picture.
     """
     weights = np.asarray(weights.detach().float().cpu() if hasattr(weights, "detach") else weights, dtype=float)
     rows, columns = len(target_tokens), len(source_tokens)
+    if weights.shape != (rows, columns) or weights.size == 0:
+        counts = f"{weights.shape} for {rows} target and {columns} source tokens"
+        raise MetaphraseError(f"`weights` must have the shape (target tokens, source tokens), got {counts}.")
     cell = float(np.clip(18 / max(rows, columns), 0.16, 0.34))  # inches
     width, height = columns * cell, rows * cell
     # The cells decide the size; saving with a tight box then adds what the labels need, so that none is cut off.
