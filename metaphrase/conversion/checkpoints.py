@@ -15,15 +15,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
+from metaphrase import modeling
 from metaphrase.errors import MetaphraseError
-from metaphrase.modeling import (
-    MetaphraseConfig,
-    MetaphraseEncoderModel,
-    MetaphraseForConditionalGeneration,
-    MetaphraseForQuestionAnswering,
-    MetaphraseForSequenceClassification,
-    MetaphraseForTokenClassification,
-)
+from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import (
     EXPORT_NAME,
     check_output,
@@ -39,11 +33,11 @@ from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 OURS = MetaphraseConfig.model_type
 # Our class by the end of the name of a class, theirs or ours, and the class of all other names.
 OUR_CLASSES: dict[str, type[PreTrainedModel]] = {
-    "ForSequenceClassification": MetaphraseForSequenceClassification,
-    "ForTokenClassification": MetaphraseForTokenClassification,
-    "ForQuestionAnswering": MetaphraseForQuestionAnswering,
-    "EncoderModel": MetaphraseEncoderModel,
-    "": MetaphraseForConditionalGeneration,
+    "ForSequenceClassification": modeling.MetaphraseForSequenceClassification,
+    "ForTokenClassification": modeling.MetaphraseForTokenClassification,
+    "ForQuestionAnswering": modeling.MetaphraseForQuestionAnswering,
+    "EncoderModel": modeling.MetaphraseEncoderModel,
+    "": modeling.MetaphraseForConditionalGeneration,
 }
 DEFAULT_SHARD_SIZE = "5GB"
 PROVENANCE_NAME = "conversion.json"

@@ -6,22 +6,13 @@ import logging
 import os
 from pathlib import Path
 
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TEXT_ENCODING_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from metaphrase.conversion import checkpoints
-from metaphrase.conversion.families import FAMILIES, REFUSED
+from metaphrase.conversion.families import FAMILIES
 from metaphrase.conversion.families.family import ENCODER_EMBEDDING, HEAD, Counterpart, Family, refuse_obstacles
 from metaphrase.conversion.marian import MARIAN_FILE, find_model_file, read_marian, write_marian
 from metaphrase.errors import MetaphraseError
@@ -35,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 # Their classes by the kind of class.
 _CLASSES = {
-    "ForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    "ForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    "ForQuestionAnswering": MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    "EncoderModel": MODEL_FOR_TEXT_ENCODING_MAPPING,
-    "": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    "ForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "ForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    "ForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    "EncoderModel": modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING,
+    "": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 }
 # T5's classes with a head have their weights in a part of this name.
 _PART = "transformer."
@@ -85,8 +76,6 @@ def convert(
         model_type = config.get("model_type")
         if model_type != checkpoints.OURS and to not in (None, checkpoints.OURS):
             raise MetaphraseError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
-        if model_type in REFUSED:
-            raise MetaphraseError(f"A {model_type} cannot be converted: it has {REFUSED[model_type]}.")
         if marian_file is not None:
             read_marian(marian_file, partial, max_shard_size)
         elif to == MARIAN_FILE:
