@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.utils import validate_repo_id
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.hub_card.figures import SCORE_LABELS, draw_training_curve, is_finite
+from metaphrase.hub_card.figures import SCORE_LABELS, draw_training_curve
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_fields
 from metaphrase.storage.weight_files import WeightFiles, weight_names
@@ -85,8 +85,6 @@ class TrainedFolder:
     def __init__(self, folder: str | os.PathLike):
         """Read a folder. Raise a `MetaphraseError` if one of its files is not valid."""
         self.path = Path(folder)
-        if not self.path.is_dir():
-            raise MetaphraseError(f"`folder` must be an existing folder, got {str(folder)!r}.")
         self.metrics, self.state, self.config = (
             read_fields(self.path / f"{name}.json") for name in ("metrics", "trainer_state", "config")
         )
@@ -98,9 +96,6 @@ class TrainedFolder:
                 self.num_parameters = sum(math.prod(kind.shape) for kind in kinds)
         metrics = self.metrics or {}
         self.scores, data = metrics.get("scores") or {}, metrics.get("data") or {}
-        for name, result in self.scores.items():
-            if not (isinstance(result, Mapping) and is_finite(result.get("score"))):
-                raise MetaphraseError(f"`scores.{name}` in `metrics.json` must have a finite `score`, got {result!r}.")
         self.data_name = redact(str(data["name"])) if data.get("name") else None
         self.scored_pairs = self.data_name and plain(self.data_name)
         if self.data_name and (self.recipe or {}).get(f"num_{data.get('split')}") and metrics.get("num_examples"):
@@ -157,18 +152,15 @@ def plain(value: Any) -> str:
 
 
 def code(value: Any) -> str:
-    """Return a value as a span of code that may stand in a table."""
+    """Return a value, or each of a list, as a span of code that may stand in a table."""
+    if isinstance(value, list):
+        return ", ".join(map(code, value))
     text = " ".join(str(value).split()).replace("|", "\\|")
     if not text:
         return "(empty)"
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     pad = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{pad}{text}{pad}{fence}"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table. Header and cells are Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
 
 
 def number(value: Any) -> str:
@@ -178,13 +170,6 @@ def number(value: Any) -> str:
     if not isinstance(value, int | float):
         return code(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
-
-
-def _language(language: str | None) -> str:
-    if not language:
-        return UNKNOWN
-    note = "" if LANGUAGE_CODE.fullmatch(language) else " (no ISO 639 code, hence not in the metadata)"
-    return plain(language) + note
 
 
 def write_model_card(
@@ -220,32 +205,18 @@ def write_model_card(
     # The first of several tasks.
     task = next(iter(recipe["tasks"].values())) if recipe.get("tasks") else recipe
     prefix = redact(str(task.get("source_prefix") or ""), has_paths=False)
-    score_rows = []
-    for name, label, score, signature in score_values(trained.scores):
-        direction = " (lower is better)" if is_better_lower(name) else ""
-        # ROUGE has several values. The interval is that of ROUGE-L.
-        has_interval = name != "rouge" or label == "ROUGE-L"
-        shown = with_interval(trained.scores[name]) if has_interval else f"{score:.2f}"
-        score_rows.append((plain(label) + direction, shown, code(signature) if signature else UNKNOWN))
-    data_rows: list[tuple[str, str]] = []
-    hyperparameters: list[tuple[str, str]] = []
-    for name, value in redact(recipe).items():
-        is_of_data = name in DATA_FIELDS or name.endswith(DATA_FIELD_ENDINGS)
-        if name not in LANGUAGE_FIELDS:
-            cell = ", ".join(map(code, value)) if isinstance(value, list) else code(value)
-            (data_rows if is_of_data else hyperparameters).append((code(name), cell))
-    for name, value in ((metrics or {}).get("data") or {}).items():
-        parts = value.items() if isinstance(value, dict) else [(None, value)]
-        name = {"name": "data of the scores", "split": "split of the scores"}.get(name, name)
-        data_rows += [(plain(name if part is None else f"{name}: {part}"), number(amount)) for part, amount in parts]
+    fields = {name: value for name, value in redact(recipe).items() if name not in LANGUAGE_FIELDS}
+    named = [name for name in fields if name in DATA_FIELDS or name.endswith(DATA_FIELD_ENDINGS)]
+    data_rows = {name: fields.pop(name) for name in named}
     card = ModelCard.from_template(
         _metadata(trained, stated, facts),
         template_path=str(Path(__file__).with_name("template.md")),
         plain=plain,
         code=code,
         number=number,
-        table=table,
-        language=_language,
+        score_values=score_values,
+        with_interval=with_interval,
+        is_better_lower=is_better_lower,
         marker=MARKER,
         trained=trained,
         facts=facts,
@@ -258,26 +229,17 @@ def write_model_card(
         trust=", trust_remote_code=True" if config.get("auto_map") else "",
         # A JSON string is a Python string, too.
         source=json.dumps(f"{prefix}Your text here.", ensure_ascii=False),
-        scores=score_rows,
         resamples=[result["bs"] for result in trained.scores.values() if "bs" in result],
         bleu=trained.scores.get("bleu", {}),
-        task_scores=[
-            (plain(task), plain(label), f"{value:.2f}", number(part["num_examples"]))
-            for task, part in ((metrics or {}).get("tasks") or {}).items()
-            for _, label, value, _ in score_values(part["scores"])
-        ],
-        settings=", ".join(
-            f"{code(name)} {code(value)}" for name, value in ((metrics or {}).get("generation") or {}).items()
-        ),
         data_rows=data_rows,
-        hyperparameters=hyperparameters,
-        secrets=", ".join(code(name) for name in recipe if name in SECRET_FIELDS),
+        hyperparameters=fields,
+        secrets=[name for name in recipe if name in SECRET_FIELDS],
         has_curves=_draw_curves(trained, facts.title),
-        architecture=[
-            (code(name), number(value))
+        architecture={
+            name: value
             for name, value in redact(config).items()
             if isinstance(value, bool | int | float | str) and not name.endswith(HIDDEN_FIELD_ENDINGS)
-        ],
+        },
     )
     # A part of the template that is left out leaves empty lines.
     head, marker, body = card.content.partition(MARKER)

@@ -1,15 +1,13 @@
 """Training curves as PNG files, without a display."""
 
-import contextlib
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -25,19 +23,13 @@ SCORE_LABELS |= {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", 
 SCORE_LABELS |= {"exact_match": "exact match", "wer": "WER", "cer": "CER"}
 
 
-@contextlib.contextmanager
-def ignoring_missing_glyphs() -> Iterator[None]:
-    """Return a context without matplotlib's warning for each character that no font has. It becomes an empty box."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
-        yield
-
-
 def save_figure(figure: Figure, path: str | os.PathLike, **options) -> Path:
     """Write a picture as a PNG file in one step."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ignoring_missing_glyphs(), file_in_one_step(path) as temporary:
+    with warnings.catch_warnings(), file_in_one_step(path) as temporary:
+        # A character that no font has becomes an empty box.
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
         figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH, facecolor="white", **options)
     return path
 
@@ -84,7 +76,6 @@ def draw_training_curve(
     has_rate = bool(len(rate[0]))
     ratios = [3] * bool(losses) + [2] * bool(scores) + [1] * has_rate
     figure = Figure(figsize=(8, 1.2 + sum(ratios)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels: Any = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     if losses:
         _draw_losses(panels[0], series, label_smoothing)

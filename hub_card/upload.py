@@ -11,7 +11,6 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
 from transformers.dynamic_module_utils import get_relative_import_files
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from metaphrase.errors import MetaphraseError
@@ -20,7 +19,7 @@ from metaphrase.storage.folders import EXPORT_NAME, VOCABULARY_MAP_NAME, read_fi
 from metaphrase.storage.loading import check_model_folder
 from metaphrase.storage.weight_files import WeightFiles, weight_names
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER, TokenizerPair
-from metaphrase.training.checkpoints import ARGUMENTS_NAME, PROVENANCE_NAME, RECIPE_NAME
+from metaphrase.training.checkpoints import PROVENANCE_NAME, RECIPE_NAME
 from metaphrase.training.recipe.recipe import dump_yaml
 
 logger = logging.getLogger(__name__)
@@ -35,17 +34,6 @@ SCORE_FILES = ("metrics.json", "data_report.json", "test_predictions.txt", "vali
 # The licence of a converted model must stay with it.
 MODEL_FILES = ["config.json", "generation_config.json", VOCABULARY_MAP_NAME, "LICENSE*", "NOTICE*"]
 MODEL_FILES += [CARD, RECIPE_NAME, PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES]
-# Reason for leaving a file or folder out. The first pattern that fits decides.
-REASONS = {
-    ".*": "hidden",
-    "checkpoint-*": "a checkpoint of the training run",
-    "runs": "logs of the training run",
-    **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.pkl"), "not safetensors: can run code when it is loaded"),
-    **dict.fromkeys((TRAINER_STATE_NAME, ARGUMENTS_NAME), "a state of the training run"),
-    "*.py": "not code of the model",
-    "*.png": "not a picture of the card",
-    "*": "not a file of the model",
-}
 
 
 @dataclass
@@ -53,7 +41,7 @@ class Selection:
     """Files of a folder to share, by their names in the repository: a path, or bytes in place of the file."""
 
     contents: dict[str, Path | bytes] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)  # the reason for each file or folder
+    left_out: list[str] = field(default_factory=list)
 
     def report(self, show: Callable[[str], object]) -> None:
         """Pass each line of a listing to `show`."""
@@ -64,8 +52,8 @@ class Selection:
             note = " (without secrets and absolute paths)" if isinstance(content, bytes) else ""
             show(f"  {size:>15,}  {name}{note}")
         show(f"  {total:>15,}  bytes in {len(self.contents)} files")
-        for name, reason in self.left_out.items():
-            show(f"  {'left out':>15}  {name} ({reason})")
+        for name in self.left_out:
+            show(f"  {'left out':>15}  {name}")
 
 
 def web_files(folder: Path) -> list[str] | None:
@@ -84,7 +72,7 @@ def select_files(folder: Path) -> Selection:
         selection.contents |= {name: folder / name for name in names if not name.startswith("library/")}
         refuse_outer_links(folder, [folder / name for name in selection.contents], "folder")
         if len(selection.contents) < len(names):
-            selection.left_out["library/"] = "a copy of transformers.js"
+            selection.left_out.append("library/")
         return selection
     weights = weight_names(folder)
     index = [] if weights in ([], [SAFE_WEIGHTS_NAME]) else [SAFE_WEIGHTS_INDEX_NAME]
@@ -101,8 +89,7 @@ def select_files(folder: Path) -> Selection:
                 refuse_outer_links(folder, [path], "folder")
                 selection.contents[name] = path
             elif name != TARGET_SUBFOLDER:
-                reason = next(REASONS[pattern] for pattern in REASONS if fnmatch(path.name, pattern))
-                selection.left_out[name + "/" * path.is_dir()] = reason
+                selection.left_out.append(name + "/" * path.is_dir())
     # The folder's own recipe keeps its paths, which a resumed run needs.
     recipe = read_recipe(folder)
     if (shared := redact(recipe)) != recipe:
@@ -112,15 +99,13 @@ def select_files(folder: Path) -> Selection:
 
 def _code_files(folder: Path) -> list[str]:
     """Return the modules that the configs name, and the modules that these import from the folder."""
-    paths = set()
-    for name in ("config.json", "tokenizer_config.json"):
-        fields = read_fields(folder / name) or {}
-        for entry in (*(fields.get("auto_map") or {}).values(), *(fields.get("custom_pipelines") or {}).values()):
-            classes = entry["impl"] if isinstance(entry, dict) else entry
-            # A name with two hyphens is in another repository, and so is its file.
-            for class_name in classes if isinstance(classes, list) else [classes]:
-                paths.add(folder / f"{str(class_name).partition('.')[0]}.py")
-    paths = {path for path in paths if path.is_file()}
+    names: list[str | None] = []
+    for file in ("config.json", "tokenizer_config.json"):
+        for classes in ((read_fields(folder / file) or {}).get("auto_map") or {}).values():
+            # A tokenizer has two classes, of which one may be None.
+            names += classes if isinstance(classes, list) else [classes]
+    # A name with two hyphens is in another repository, and so is its file.
+    paths = {path for name in names if (path := folder / f"{str(name).partition('.')[0]}.py").is_file()}
     imported = {Path(path) for module in paths for path in get_relative_import_files(module)}
     return sorted(path.name for path in paths | imported)
 

@@ -68,8 +68,16 @@ PLACES: dict[str, str] = {
     "fast_decoder": "metaphrase.decoding.fast_generation:plug_in",
 }
 
-# Public names of a core package that rings hold: the module by the name.
+# Public names of a package that rings hold: the module by the name.
 PUBLIC_NAMES = {
+    "metaphrase.conversion": {
+        "FAMILIES": "metaphrase.conversion.families",
+        "adapt": "metaphrase.conversion.adaptation",
+        "convert": "metaphrase.conversion.folders",
+        "from_torch_transformer": "metaphrase.conversion.torch_transformer",
+        "to_torch_transformer": "metaphrase.conversion.torch_transformer",
+        "trim_vocabulary": "metaphrase.conversion.trimmed_vocabulary",
+    },
     "metaphrase.hub_card": {
         "draw_attention_map": "metaphrase.analysis.pages",
         "write_explanation_page": "metaphrase.analysis.pages",

@@ -299,9 +299,6 @@ class MetaphraseConfig(PreTrainedConfig):
             buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
             yield "relative_attention_num_buckets", buckets >= 4 and buckets % 2 == 0, "must be even, and at least 4"
             yield "relative_attention_max_distance", distance > buckets // 2, "must be above half of the buckets"
-        if positions != "learned":
-            for field in ("decoder_max_position_embeddings", "type_vocab_size"):
-                yield field, getattr(self, field) is None, "must be None without `learned` positions"
         is_padding_known = self.train_padding_embedding or self.pad_token_id is not None
         yield "pad_token_id", is_padding_known, "must be set when `train_padding_embedding` is false"
         # The shift to the right writes both ids into the target.

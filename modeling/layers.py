@@ -59,21 +59,14 @@ def eager_attention_forward(
     return torch.matmul(weights, value).transpose(1, 2), weights
 
 
-def combine_bias(
-    position_bias: torch.Tensor, attention_mask: torch.Tensor | None, is_causal: bool, query_offset: int | torch.Tensor
-) -> torch.Tensor:
+def combine_bias(position_bias: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Add a position bias `(1 or batch, heads, query, key)` and a mask. Rows without a visible key are finite.
 
-    The mask is boolean or additive, `(batch, 1, query, key)`. None hides future keys if `is_causal`. `query_offset` is the index
-    of the first query among the keys.
+    The mask is boolean or additive, `(batch, 1, query, key)`. None hides no key.
     """
-    lowest = torch.finfo(position_bias.dtype).min
-    query_length, key_length = position_bias.shape[-2:]
     if attention_mask is None:
-        if not is_causal:
-            return position_bias
-        indices = torch.arange(key_length, device=position_bias.device)
-        attention_mask = indices[None, :] <= indices[:query_length, None] + query_offset
+        return position_bias
+    lowest = torch.finfo(position_bias.dtype).min
     if attention_mask.dtype == torch.bool:
         hidden, combined = ~attention_mask, position_bias
     else:

@@ -55,14 +55,6 @@ class EncoderDecoderEmbeddings(MetaphrasePreTrainedModel):
         stack.embed_tokens = self._get_resized_embeddings(old, *arguments).requires_grad_(old.weight.requires_grad)
         return stack.embed_tokens
 
-    def _get_resized_lm_head(self, *args, **kwargs):
-        # `_init_weights` must know that the new projection is a head.
-        self._is_resizing_head = True
-        try:
-            return super()._get_resized_lm_head(*args, **kwargs)
-        finally:
-            self._is_resizing_head = False
-
     def resize_decoder_token_embeddings(
         self, new_num_tokens: int, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
@@ -127,8 +119,6 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             use_cache: True to return keys and values for the next decoding step.
             **kwargs: Also `source_lengths` and `target_lengths` of packed rows, if `supports_packing` is true.
         """
-        if kwargs.get("source_lengths") is not None and not self.supports_packing:
-            raise ValueError("`source_lengths` must be None without the package `metaphrase.ops`, got a value.")
         if encoder_outputs is None:
             inputs = input_ids, attention_mask, inputs_embeds, position_ids
             encoder_outputs = self.encoder(*inputs, return_dict=True, **kwargs)
@@ -169,7 +159,6 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
     # All tied weights name the same weight, so that a checkpoint with one of them is complete.
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config: MetaphraseConfig):
         super().__init__(config)

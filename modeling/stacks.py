@@ -24,10 +24,9 @@ from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp
 from .positions import (
     AlibiPositionBias,
     LearnedPositionEmbedding,
+    MetaphraseRotaryEmbedding,
     RelativePositionBias,
-    RotaryPositionEmbedding,
     SinusoidalPositionEmbedding,
-    alibi_slopes,
     positions_from_mask,
 )
 
@@ -68,7 +67,6 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     # True if the model reads packed rows, by `source_lengths` and `target_lengths`: if the package has put its code in place.
     supports_packing = False
-    _is_resizing_head = False
     _tied_weights_keys = {}
     # Options of the last load of each name, for the target tokenizer of a pipeline. They are not saved with a model.
     hub_options: dict[str, dict] = {}
@@ -105,7 +103,7 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
         if config.initializer_range is not None:
             std = config.initializer_range
         # By its shape, so that states, scores and logits have a variance of about 1, as in T5.
-        elif isinstance(module, nn.Linear) and (self._is_resizing_head or module is getattr(self, "lm_head", None)):
+        elif isinstance(module, nn.Linear) and module is getattr(self, "lm_head", None):
             std = module.in_features**-0.5 / config.logits_scale
         elif isinstance(module, nn.Linear):
             std = getattr(module, "initial_gain", 1.0) * (2 / (module.in_features + module.out_features)) ** 0.5
@@ -124,12 +122,6 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
                 init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, MetaphraseRMSNorm) and module.plus_one:
             init.zeros_(module.weight)
-        elif isinstance(module, RotaryPositionEmbedding):
-            frequencies, _ = module.make_frequencies()
-            init.copy_(module.inv_freq, frequencies)
-            init.copy_(module.original_inv_freq, frequencies)
-        elif isinstance(module, AlibiPositionBias):
-            init.copy_(module.slopes, alibi_slopes(module.heads))
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         # With false `tie_word_embeddings`, the parent would also untie the embeddings of source and target.
@@ -144,11 +136,6 @@ class Stack(MetaphrasePreTrainedModel):
     is_causal: bool
     layer_class: type[nn.Module]
     _tp_plan = make_tp_plan(self_attn=_ATTENTION_PLAN, mlp=_MLP_PLAN)
-    _pp_plan = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
 
     def __init__(self, config: MetaphraseConfig):
         super().__init__(config)
@@ -169,11 +156,11 @@ class Stack(MetaphrasePreTrainedModel):
             # Stacks may differ in the width of their heads.
             stack_config = copy.copy(config)
             stack_config.head_dim = self.sizes.head_dim
-            self.rotary_emb = RotaryPositionEmbedding(stack_config)
+            self.rotary_emb = MetaphraseRotaryEmbedding(stack_config)
             if config.sliding_rope_theta is not None and SLIDING in self.sizes.layer_types:
                 stack_config = copy.copy(stack_config)
                 stack_config.rope_parameters = {"rope_type": "default", "rope_theta": config.sliding_rope_theta}
-                self.sliding_rotary_emb = RotaryPositionEmbedding(stack_config)
+                self.sliding_rotary_emb = MetaphraseRotaryEmbedding(stack_config)
         elif kind == "alibi":
             self.position_bias = AlibiPositionBias(heads)
         elif kind == "relative" and config.relative_attention_shared:
@@ -219,7 +206,6 @@ class Stack(MetaphrasePreTrainedModel):
         hidden_states: torch.Tensor,
         query_positions: torch.Tensor,
         key_positions: torch.Tensor,
-        query_offset: int | torch.Tensor = 0,
     ) -> list[torch.Tensor | None]:
         """Return the mask of each layer: `full_mask`, narrowed to the layer's window, plus its position bias."""
         is_flash = "flash" in self.config._attn_implementation
@@ -237,7 +223,7 @@ class Stack(MetaphrasePreTrainedModel):
                     mask = torch.where(is_near, mask, torch.finfo(mask.dtype).min)
             if bias is not None:
                 scores = bias(query_positions, key_positions).to(hidden_states.dtype)
-                mask = combine_bias(scores, mask, self.is_causal, query_offset)
+                mask = combine_bias(scores, mask)
             masks[bias, window] = mask
         return [masks[layer] for layer in layers]
 
@@ -376,8 +362,6 @@ class MetaphraseDecoder(Stack):
         hidden_states, position_embeddings = self.enter(embeddings, position_ids, bound)
 
         rows, sources = embeddings.shape[0], encoder_hidden_states.shape[0]
-        if rows % sources:
-            raise ValueError(f"Targets must be as many as sources, or a multiple of them, got {rows} and {sources}.")
         is_merged = self.config.merged_attention
         encoder_mask = create_bidirectional_mask(
             config=self.config,
@@ -394,11 +378,11 @@ class MetaphraseDecoder(Stack):
                 config=self.config,
                 inputs_embeds=hidden_states,
                 attention_mask=attention_mask,
-                # Torch's kernel can do without a mask. A merged attention has one mask for both parts.
-                allow_is_causal_skip=self.config.attn_logit_softcapping is None and not is_merged,
+                # Torch's kernel can do without a mask, but not with a bias. A merged attention has one mask for both parts.
+                allow_is_causal_skip=self.config.attn_logit_softcapping is None and self._has_plain_masks,
                 **{CACHE_NAME: cache},
             )
-            masks = self.layer_masks(full_mask, hidden_states, query_positions, key_positions, offset)
+            masks = self.layer_masks(full_mask, hidden_states, query_positions, key_positions)
         if is_merged:
             # One softmax over target and source: (sources, 1, copies * query, source) -> (batch, 1, query, source)
             encoder_mask = encoder_mask.unflatten(2, (-1, length)).flatten(0, 2)[:, None]

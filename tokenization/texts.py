@@ -42,10 +42,7 @@ class Line(NamedTuple):
 
 @contextlib.contextmanager
 def open_bytes(path: str | os.PathLike | None) -> Iterator[Any]:
-    """Open a text file, plain or compressed (`.gz`); None is standard input.
-
-    A damaged compressed file is an `OSError`, a truncated one an `EOFError`.
-    """
+    """Open a text file, plain or compressed (`.gz`); None is standard input. A damaged compressed file is an `OSError`."""
     if path is None:
         yield sys.stdin.buffer
         return
@@ -53,8 +50,8 @@ def open_bytes(path: str | os.PathLike | None) -> Iterator[Any]:
         try:
             yield file
         except (zlib.error, gzip.BadGzipFile, EOFError) as error:
-            kind = EOFError if isinstance(error, EOFError) else gzip.BadGzipFile
-            raise kind(f"`{os.fspath(path)}` must be a compressed file that is whole, got: {error}.") from error
+            text = f"`{os.fspath(path)}` must be a compressed file that is whole, got: {error}."
+            raise gzip.BadGzipFile(text) from error
 
 
 def count_lines(path: str | os.PathLike | None) -> int | None:
@@ -76,17 +73,12 @@ def line_offsets(path: str | os.PathLike, unit: int) -> tuple[np.ndarray, int]:
 
 
 def shard_range(total: int, shard: tuple[int, int] | None, unit: int = 1) -> range:
-    """Return the items of one of several parts of nearly equal size. A part starts at a multiple of `unit`.
+    """Return the items of one of several parts of nearly equal size, which may be empty. A part starts at a multiple of `unit`.
 
     `shard` is the number of the part, from 1, and the number of parts; None is for all items.
     """
     number, num_shards = shard or (1, 1)
     num_units = -(-total // unit)
-    if total and shard is not None and num_shards > num_units:
-        units, hint = ("lines or pairs", "") if unit == 1 else (f"chunks of {unit}", " Set a smaller `chunk_size`.")
-        raise MetaphraseError(
-            f"`shard` must have no more parts than the input has {units}, {num_units}, got {num_shards}.{hint}"
-        )
     start, end = (num_units * part // num_shards * unit for part in (number - 1, number))
     return range(start, min(end, total))
 

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -96,7 +95,7 @@ class TokenizerPair:
             for name, value in {"target_kind": target_kind, "target_vocab_size": target_vocab_size}.items():
                 if value is not None:
                     raise MetaphraseError(f"`{name}` must be left out when `joint` is true, got {value!r}.")
-            texts = chain(checked_texts(source_texts), checked_texts(target_texts))
+            texts = itertools.chain(checked_texts(source_texts), checked_texts(target_texts))
             tokenizer = train_tokenizer(texts, kind=kind, vocab_size=vocab_size, **options)
             return cls(tokenizer, tokenizer)
         source = train_tokenizer(source_texts, kind=kind, vocab_size=vocab_size, **options)
@@ -209,20 +208,15 @@ class TokenizerPair:
 def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs: Any) -> PreTrainedTokenizerBase:
     try:
         # By default transformers asks on standard output, and would read a text from standard input as the answer.
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
-        if tokenizer.is_fast:
-            # A damaged template of special tokens shows in use only.
-            tokenizer(["a"])
-    except BaseException as error:
-        # transformers and tokenizers raise all kinds of errors for damaged files. A panic of Rust is no Exception.
-        is_of_files = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if isinstance(error, OSError | ValueError | ImportError) or not is_of_files:
-            raise
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
+    except (OSError, ValueError, ImportError):
+        raise
+    except Exception as error:
+        # transformers and tokenizers raise all kinds of errors for damaged files.
         raise MetaphraseError(
             f"The files of the tokenizer in {os.fspath(name_or_path)!r}, such as `tokenizer.json`, cannot be loaded: "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    return tokenizer
 
 
 def _encode(
@@ -339,7 +333,7 @@ class TextFrame:
         empty, *rows = encode(["", "a", "1", ".", "的"])
         # If no probe is encoded, take the last id for the end of sequence.
         probe = next((ids for ids in rows if len(ids) > len(empty)), empty[-1:])
-        shared = takewhile(lambda ids: ids[0] == ids[1], zip(reversed(empty), reversed(probe), strict=False))
+        shared = itertools.takewhile(lambda ids: ids[0] == ids[1], zip(reversed(empty), reversed(probe), strict=False))
         return cls(len(empty), [token for token, _ in shared][::-1])
 
 
@@ -362,10 +356,10 @@ class WordEncoder:
         if len(self._ids) > _MAX_WORDS:
             self._ids.clear()
         rows = [t.replace(" ", "\n ").split("\n") if " ".join(t.split()) == t else [t] for t in checked_texts(texts)]
-        new = list(set(chain.from_iterable(rows)).difference(self._ids))
+        new = list(set(itertools.chain.from_iterable(rows)).difference(self._ids))
         encodings = self._backend.encode_batch_fast(new, add_special_tokens=False)
         self._ids.update(zip(new, (encoding.ids for encoding in encodings), strict=True))
-        return [[*chain.from_iterable(map(self._ids.__getitem__, row)), *self.frame.end] for row in rows]
+        return [[*itertools.chain.from_iterable(map(self._ids.__getitem__, row)), *self.frame.end] for row in rows]
 
 
 def shorten(row: Sequence[Any], limit: int | None, end: Sequence[Any]) -> list[Any]:

@@ -140,20 +140,13 @@ def cross_attentions(
 @contextlib.contextmanager
 def showing_attention(model: PreTrainedModel) -> Iterator[None]:
     """Use evaluation mode and the eager kernel, which alone returns weights, inside this context."""
-    kernels = _kernels(model.config)
+    kernel = model.config._attn_implementation
     with evaluating([model]):
         try:
             model.set_attn_implementation("eager")
             yield
         finally:
-            model.set_attn_implementation(kernels)
-
-
-def _kernels(config) -> dict | str:
-    """Return the attention kernels of a config and its sub-configs, as `set_attn_implementation` takes them."""
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    inner = {name: _kernels(part) for name, part in parts.items() if part is not None}
-    return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
+            model.set_attn_implementation(kernel)
 
 
 def _choose(heads: torch.Tensor, layer: int | None, head: int | None) -> np.ndarray:

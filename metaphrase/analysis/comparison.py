@@ -14,12 +14,9 @@ import numpy as np
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
-from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import METRICS, NUM_BOOTSTRAP_SAMPLES, Ratio, SegmentStatistics
 
 NUM_RANDOMIZATION_TRIALS = 10_000
-# All resamples or trials of a test are in memory at once.
-MAX_TEST_BYTES = 8_000_000_000
 
 
 def _randomization(systems: Mapping[str, SegmentStatistics], num_trials: int, seed: str) -> list[float]:
@@ -31,7 +28,6 @@ def _randomization(systems: Mapping[str, SegmentStatistics], num_trials: int, se
     Source: Riezler and Maxwell 2005 (W05-0908).
     """
     first = next(iter(systems.values()))
-    _check_memory("paired_ar_n", num_trials, len(first.rows), 8)
     generator = np.random.default_rng(int(seed) if seed.isnumeric() else None)
     is_swapped = generator.integers(2, size=(num_trials, len(first.rows)), dtype=bool)
 
@@ -49,16 +45,6 @@ def _randomization(systems: Mapping[str, SegmentStatistics], num_trials: int, se
         count = np.sum(differences >= observed * (1 - 1e-9))
         probabilities.append(float((count + 1) / (num_trials + 1)))
     return probabilities
-
-
-def _check_memory(name: str, number: int, num_segments: int, bytes_per_segment: int) -> None:
-    """Refuse a number of resamples or trials that would fill the memory. `name` is its option."""
-    if number * num_segments * bytes_per_segment > MAX_TEST_BYTES:
-        most = MAX_TEST_BYTES // (num_segments * bytes_per_segment)
-        raise MetaphraseError(
-            f"`{name}` must be at most {most} for {num_segments} segments, got {number}: the test would need "
-            f"{number * num_segments * bytes_per_segment / 1e9:.0f} GB of memory."
-        )
 
 
 NUM_LENGTH_BUCKETS = 5
@@ -162,7 +148,6 @@ def _test(segments: Mapping[str, Systems], num_resamples: int, num_trials: int) 
     scores, seed = {}, None
     for name, systems in segments.items():
         first = next(iter(systems.values()))
-        _check_memory("paired_bs_n", num_resamples, len(first.rows), 4 * (len(first.rows[0]) + 2))
         scorer = copy.copy(first.scorer)
         # The test gets statistics in place of outputs, and need not compute them again.
         scorer._extract_corpus_statistics = lambda statistics, _: statistics

@@ -5,27 +5,26 @@ Attention weights are rounded to 255ths and stored as base64.
 
 import base64
 import html
-import itertools
-import json
 import os
 import re
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.patches import Rectangle
 
 from metaphrase.analysis.explanation import Explanation
 from metaphrase.errors import MetaphraseError
-from metaphrase.hub_card.figures import BEST_COLOR, SCORE_LABELS, TEXT_COLOR, ignoring_missing_glyphs, save_figure
+from metaphrase.hub_card.figures import BEST_COLOR, SCORE_LABELS, TEXT_COLOR, save_figure
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.tokenization.tokenizer_trainer import SPACE_MARK
 
@@ -34,20 +33,23 @@ def write_explanation_page(
     explanations: Sequence[Explanation], path: str | os.PathLike, *, title: str = "Explanation"
 ) -> Path:
     """Write a page with tokens, shapes, positions, masks, attention, teacher forcing and decoding steps of each pair."""
-    data = {"pairs": [_describe(explanation) for explanation in explanations]}
-    written = json.dumps(data, separators=(",", ":"))
-    for character in "<>&":
-        # Safe inside a script element.
-        written = written.replace(character, f"\\u{ord(character):04x}")
     script = Path(__file__).with_name("explanation_page.js").read_text(encoding="utf-8")
-    return write_page(path, "explanation_page.html", title=title, data=written, script=script)
+    data = {"pairs": [_describe(explanation) for explanation in explanations]}
+    return write_page(path, "explanation_page.html", title=title, data=data, script=script)
 
 
-def write_page(path: str | os.PathLike, template: str, title: str, **fields: str) -> Path:
-    """Write an HTML page in one step, from a template with `{{name}}` for each field: HTML, but for the title."""
-    template, style = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in (template, "page.css"))
-    fields |= {"title": html.escape(spell_out(title, ("Cc", "Cs"))), "style": style}
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match.group(1)], template)
+def write_page(path: str | os.PathLike, template: str, title: str, **fields: Any) -> Path:
+    """Write an HTML page in one step from a template of Jinja, in which texts are escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        # Control characters are shown. Markup is no plain string.
+        finalize=lambda value: spell_out(value, ("Cc", "Cf", "Cs")) if type(value) is str else value,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    title = Markup(html.escape(spell_out(title, ("Cc", "Cs"))))
+    page = environment.get_template(template).render(title=title, **fields)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with file_in_one_step(path) as temporary:
@@ -151,64 +153,18 @@ def describe_tests(report: dict[str, Any]) -> str:
 def write_comparison_page(report: dict[str, Any], path: str | os.PathLike) -> Path:
     """Write the report of `compare` as a page that loads no other file."""
     baseline, *systems = report["systems"]
-    sections = []
-    for part, direction in itertools.product(report["differences"], ("better", "worse")):
-        summary = f"{part['system']} is {direction} than {baseline}: {len(part[direction])} sentences"
-        articles = "\n".join(_sentence(report, entry) for entry in part[direction])
-        sections.append(f"<details open><summary>{_escape(summary)}</summary>\n{articles}</details>")
-    signatures = (
-        f"<br>{_escape(label_of(name))}: {_escape(part['signature'])}" for name, part in report["scores"].items()
-    )
-    return write_page(
-        path,
-        "comparison_page.html",
-        title=f"{', '.join(systems)} against {baseline}",
-        num_sentences=f"{report['num_sentences']:,}",
-        tests=_escape(describe_tests(report)) + "".join(signatures),
-        scores=_table(score_rows(report), num_texts=2),
-        lengths=_table(length_rows(report), num_texts=1),
-        words=_table(word_rows(report), num_texts=1),
-        words_counted_in=report["words_counted_in"],
-        sorted_by=_escape(label_of(report["sorted_by"])),
-        differences="\n".join(sections),
-    )
+    title = f"{', '.join(systems)} against {baseline}"
+    functions = {"label_of": label_of, "show_score": show_score, "compare_texts": _compare_texts}
+    tables = {"scores": score_rows(report), "lengths": length_rows(report), "words": word_rows(report)}
+    tests = describe_tests(report)
+    return write_page(path, "comparison_page.html", title, report=report, tests=tests, **functions, **tables)
 
 
-def _escape(text: str) -> str:
-    return html.escape(spell_out(text, ("Cc", "Cf", "Cs")))
-
-
-def _table(rows: Sequence[Row], num_texts: int) -> str:
-    """Return a table of columns with texts, then with numbers. The header comes first."""
-
-    def cells(row: Row, name: str) -> str:
-        kinds = ("" if column < num_texts else " class=number" for column in range(len(row)))
-        return "".join(f"<{name}{kind}>{_escape(text)}" for kind, text in zip(kinds, row, strict=True))
-
-    header, body = cells(rows[0], "th"), "<tr>".join(cells(row, "td") for row in rows[1:])
-    return f'<div class="scroll"><table><thead><tr>{header}</thead><tbody><tr>{body}</tbody></table></div>'
-
-
-def _sentence(report: dict[str, Any], entry: dict[str, Any]) -> str:
-    """Return a sentence with its outputs. Pieces of an output that the other output lacks are marked."""
-    (first, first_text), (second, second_text) = entry["outputs"].items()
-    scores = (
-        f"{_escape(label_of(name))} {show_score(name, values[first])} → {show_score(name, values[second])}"
-        for name, values in entry["scores"].items()
-    )
-    rows = [(name, _escape(entry[name])) for name in ("source", "reference") if name in entry]
-    rows += [(_escape(first), _mark(first_text, second_text)), (_escape(second), _mark(second_text, first_text))]
-    items = "".join(f'<dt>{name}<dd dir="auto">{text}' for name, text in rows)
-    return f"<article><h3>line {entry['line']:,} · {' · '.join(scores)}</h3><dl>{items}</dl></article>"
-
-
-def _mark(text: str, other: str) -> str:
+def _compare_texts(text: str, other: str) -> Iterator[tuple[bool, str]]:
+    """Yield the parts of a text, each with True if the other text has it, too."""
     pieces, other_pieces = _PIECE.findall(text), _PIECE.findall(other)
-    parts = []
     for kind, start, end, _, _ in SequenceMatcher(None, pieces, other_pieces, autojunk=False).get_opcodes():
-        part = _escape("".join(pieces[start:end]))
-        parts.append(part if kind == "equal" or not part else f"<mark>{part}</mark>")
-    return "".join(parts)
+        yield kind == "equal", "".join(pieces[start:end])
 
 
 # Fonts for characters that matplotlib's DejaVu Sans lacks. Only installed ones are used.
@@ -243,7 +199,6 @@ def draw_attention_map(
     width, height = columns * cell, rows * cell
     # The cells decide the size; saving with a tight box then adds what the labels need, so that none is cut off.
     figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
     panel = figure.add_axes((0, 0, 1, 1))
     image = panel.imshow(weights, cmap="Blues", vmin=0, vmax=max(float(weights.max()), 1e-9), aspect="auto")
     # Without `parse_math=False` two dollar signs in a token would start a formula.
@@ -279,10 +234,5 @@ def draw_attention_map(
     bar.yaxis.label.set_color(TEXT_COLOR)
     bar.tick_params(labelsize=8, length=2, colors=TEXT_COLOR)
     if title:
-        # Above the longest token label.
-        with ignoring_missing_glyphs():
-            box = panel.get_tightbbox(figure.canvas.get_renderer()).transformed(figure.dpi_scale_trans.inverted())
-        position = box.x0 / width, (box.y1 + 0.15) / height
-        title = textwrap.fill(title, int(10.5 * (width + 0.9 - box.x0)))
-        figure.text(*position, title, va="bottom", fontsize=12, fontweight="bold", **plain)
+        panel.set_title(textwrap.fill(title, int(10.5 * (width + 0.9))), fontweight="bold", **plain)
     return save_figure(figure, path, bbox_inches="tight", pad_inches=0.15)

@@ -15,15 +15,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
+from metaphrase import modeling
 from metaphrase.errors import MetaphraseError
-from metaphrase.modeling import (
-    MetaphraseConfig,
-    MetaphraseEncoderModel,
-    MetaphraseForConditionalGeneration,
-    MetaphraseForQuestionAnswering,
-    MetaphraseForSequenceClassification,
-    MetaphraseForTokenClassification,
-)
+from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import (
     EXPORT_NAME,
     check_output,
@@ -39,11 +33,11 @@ from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 OURS = MetaphraseConfig.model_type
 # Our class by the end of the name of a class, theirs or ours, and the class of all other names.
 OUR_CLASSES: dict[str, type[PreTrainedModel]] = {
-    "ForSequenceClassification": MetaphraseForSequenceClassification,
-    "ForTokenClassification": MetaphraseForTokenClassification,
-    "ForQuestionAnswering": MetaphraseForQuestionAnswering,
-    "EncoderModel": MetaphraseEncoderModel,
-    "": MetaphraseForConditionalGeneration,
+    "ForSequenceClassification": modeling.MetaphraseForSequenceClassification,
+    "ForTokenClassification": modeling.MetaphraseForTokenClassification,
+    "ForQuestionAnswering": modeling.MetaphraseForQuestionAnswering,
+    "EncoderModel": modeling.MetaphraseEncoderModel,
+    "": modeling.MetaphraseForConditionalGeneration,
 }
 DEFAULT_SHARD_SIZE = "5GB"
 PROVENANCE_NAME = "conversion.json"
@@ -164,6 +158,14 @@ def write_ours(
     write_weights(output, planned, max_shard_size)
 
 
+def rename_weights(weights: WeightFiles, new_name: Callable[[str], str]) -> None:
+    """Give the weights of a checkpoint the names that a function makes of theirs."""
+    load, kinds = weights.load, weights.kinds
+    stored = {new_name(name): name for name in kinds}
+    weights.load = lambda name: load(stored[name])
+    weights.kinds = {name: kinds[inner] for name, inner in stored.items()}
+
+
 class TorchWeights(WeightFiles):
     """The weights of a folder in torch's files, `pytorch_model.bin`, all of them in memory."""
 
@@ -173,17 +175,11 @@ class TorchWeights(WeightFiles):
             try:
                 # A file with anything but tensors is refused, and runs no code. Only files of torch 1.6 and later can be mapped.
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-                named = {name: tensor.detach() for name, tensor in content.items() if isinstance(name, str)}
-                has_numbers = all(tensor.layout is torch.strided and not tensor.is_meta for tensor in named.values())
-                is_whole = has_numbers and 0 < len(named) == len(content)
-            except Exception:
+                tensors |= {name: tensor.detach() for name, tensor in content.items()}
+            except Exception as error:
                 # A damaged pickle raises errors of all kinds, such as IndexError and UnicodeDecodeError.
-                is_whole = False
-            if not is_whole:
-                raise MetaphraseError(
-                    f"{path} must be a whole file of named tensors alone: other content could run code."
-                )
-            tensors |= named
+                text = f"{path} must be a whole file of named tensors alone: other content could run code."
+                raise MetaphraseError(text) from error
         self.load = tensors.__getitem__
         self.kinds = {
             name: Kind(STORED_TYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))

@@ -6,22 +6,13 @@ import logging
 import os
 from pathlib import Path
 
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TEXT_ENCODING_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from metaphrase.conversion import checkpoints
-from metaphrase.conversion.families import FAMILIES, REFUSED
+from metaphrase.conversion.families import FAMILIES
 from metaphrase.conversion.families.family import ENCODER_EMBEDDING, HEAD, Counterpart, Family, refuse_obstacles
 from metaphrase.conversion.marian import MARIAN_FILE, find_model_file, read_marian, write_marian
 from metaphrase.errors import MetaphraseError
@@ -35,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 # Their classes by the kind of class.
 _CLASSES = {
-    "ForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    "ForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    "ForQuestionAnswering": MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    "EncoderModel": MODEL_FOR_TEXT_ENCODING_MAPPING,
-    "": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    "ForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "ForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    "ForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    "EncoderModel": modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING,
+    "": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 }
 # T5's classes with a head have their weights in a part of this name.
 _PART = "transformer."
@@ -85,8 +76,6 @@ def convert(
         model_type = config.get("model_type")
         if model_type != checkpoints.OURS and to not in (None, checkpoints.OURS):
             raise MetaphraseError(f"`to` must be left out for a {model_type}, got {to!r}: convert to metaphrase first.")
-        if model_type in REFUSED:
-            raise MetaphraseError(f"A {model_type} cannot be converted: it has {REFUSED[model_type]}.")
         if marian_file is not None:
             read_marian(marian_file, partial, max_shard_size)
         elif to == MARIAN_FILE:
@@ -143,10 +132,7 @@ def _plan_ours(
     if getattr(theirs, "decoder_start_token_id", None) is None:
         theirs.decoder_start_token_id = start
     # T5's classes with a head have the names of a part.
-    inner = {name.removeprefix(_PART): name for name in weights.kinds}
-    load, kinds = weights.load, weights.kinds
-    weights.load = lambda name: load(inner[name])
-    weights.kinds = {name: kinds[stored] for name, stored in inner.items()}
+    checkpoints.rename_weights(weights, lambda name: name.removeprefix(_PART))
     kind = checkpoints.kind_of_class(theirs.architectures)
     config = family.read_config(theirs, weights)
     if kind:
@@ -164,7 +150,7 @@ def _plan_ours(
     checkpoints.check_names(sorted(known), weights.kinds)
     known = known.union(*family.embedding_names.values())
     names = [name for name in weights.kinds if not name.startswith(family.ignored_prefixes)]
-    left_over = [name for name in names if family.original_name(name) not in known]
+    left_over = [name for name in names if name.replace(*family.copy_name) not in known]
     if heads := [name for name in left_over if name.startswith(_HEADS)]:
         raise MetaphraseError(f"The head of {theirs.architectures} cannot be converted, got {listed(heads)}.")
     if left_over:
@@ -207,7 +193,9 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
     write_json(output / CONFIG_NAME, written, sort_keys=True)
     our_shapes, embeddings = checkpoints.shapes(ours), family.embedding_names
-    their_shapes = {family.file_name(name): shape for name, shape in checkpoints.shapes(their_skeleton).items()}
+    their_shapes = {
+        name.replace(*family.file_name): shape for name, shape in checkpoints.shapes(their_skeleton).items()
+    }
     # Our names of the class that generates.
     stored = {_full_name(name): name for name in checkpoints.stored_names(ours)}
     counterparts = {name: _counterpart(family, name, config) for name in stored if name not in embeddings}
@@ -216,11 +204,11 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     sources = {theirs: stored[name] for theirs, name in sources.items() if name in stored}
     # The last ones are tied or recomputed by default, but not in this model.
     heads = [] if config.tie_word_embeddings or kind else [embeddings[HEAD][0]]
-    their_names = [*map(family.file_name, checkpoints.stored_names(their_skeleton))]
+    their_names = [name.replace(*family.file_name) for name in checkpoints.stored_names(their_skeleton)]
     named = {name.removeprefix(_PART) for name in their_names}
     planned = {}
     for name in [*their_names, *(name for name in dict.fromkeys([*by_name, *heads]) if name not in named)]:
-        original = family.original_name(name.removeprefix(_PART))
+        original = name.removeprefix(_PART).replace(*family.copy_name)
         if (our_name := sources.get(original)) is not None:
             counterpart = by_name.get(original, Counterpart(original))
             nbytes = weights.kinds[our_name].nbytes

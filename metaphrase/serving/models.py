@@ -20,7 +20,6 @@ from metaphrase.storage.folders import members_of, read_fields
 from metaphrase.tokenization import set_languages
 from metaphrase.tokenization.tokenizer_pair import has_languages
 
-TASKS = ("translation", "summarization", "text2text-generation")
 # ISO 639-1 code, ISO 639-3 code (as in NLLB's tokenizer), English name, and a sentence for a few languages.
 _ROWS = [line.split("\t") for line in Path(__file__).with_name("languages.tsv").read_text("utf-8").splitlines()]
 NAMES = {code: name for code, _, name, *_ in _ROWS}
@@ -41,9 +40,6 @@ class ServedModel:
     def __init__(
         self, name: str, generator: Generator, batcher: Batcher, *, languages: tuple[str, str] | None, task: str
     ):
-        if task not in TASKS:
-            # A recipe may have any task.
-            raise MetaphraseError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
         self.name, self.task, self.generator, self.batcher = name, task, generator, batcher
         is_multilingual = languages is None and has_languages(generator.tokenizers.source)
         self._codes = codes_of_tokenizer(generator.tokenizers.source) if is_multilingual else {}
@@ -72,7 +68,7 @@ class ServedModel:
         if generator.engine_choice is not None:
             generator.engine_choice.expect_many()
         is_translation = languages[0] != languages[1] if languages else has_languages(generator.tokenizers.source)
-        task = task or recipe.get("task") or ("translation" if is_translation else "text2text-generation")
+        task = task or ("translation" if is_translation else "text2text-generation")
         return cls(name or Path(path).resolve().name, generator, batcher, languages=languages, task=task)
 
     def open(self, ticket: Ticket, source: str | None, target: str | None) -> tuple[Generator, dict[str, int]]:

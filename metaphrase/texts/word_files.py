@@ -10,19 +10,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-try:
-    import docx
-except ModuleNotFoundError as error:
-    if error.name != "docx":
-        raise
-    raise ImportError("A .docx file needs python-docx. Install it: pip install 'metaphrase[files]'") from error
-from docx.opc.constants import CONTENT_TYPE
-from docx.opc.part import PartFactory, XmlPart
-from docx.oxml import OxmlElement
-from docx.oxml.ns import qn
-from lxml import etree
+from metaphrase.errors import MetaphraseError, naming_extra
 
-from metaphrase.errors import MetaphraseError
+with naming_extra("files", "python-docx"):
+    import docx
+    from docx.opc.constants import CONTENT_TYPE
+    from docx.opc.part import PartFactory, XmlPart
+    from docx.oxml import OxmlElement
+    from docx.oxml.ns import qn
+    from lxml import etree
 
 _HAS_TEXT = re.compile(r"[^\W_]")
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")  # characters that XML cannot hold

@@ -151,13 +151,6 @@ def test_words_by_frequency_by_hand():
     assert [row[:3] for row in words(training_targets=iter(["b z"] * 10))] == [(0, 0, 3), (10, 99, 2)]
 
 
-def test_a_test_that_memory_does_not_hold_is_refused(texts):
-    segments = compute_segments(texts, ["bleu"], {})
-    for name, count in (("num_bootstrap_samples", 10**7), ("num_randomization_trials", 10**8)):
-        with pytest.raises(ValueError, match=r"`paired_.._n` must be at most \d+ for 120 segments, got 100*: .* GB"):
-            compare(texts, segments, **{name: count})
-
-
 @pytest.mark.parametrize(
     ("matches", "total", "interval"),
     # Clopper-Pearson limits; those of 0 and n matches are 1 - 0.025 ** (1 / n) and 0.025 ** (1 / n).

@@ -11,6 +11,7 @@ import pytest
 import torch
 from chromium import chromium, one, texts
 from figure_files import png_size
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
 from metaphrase.analysis import pages
@@ -218,9 +219,9 @@ def test_texts_around_an_attention_map_are_not_wider_than_the_map_with_its_bar(s
     figures = []
     monkeypatch.setattr(pages, "save_figure", lambda figure, path, **options: figures.append(figure))
     draw_attention_map(np.eye(size), ["▁the"] * size, ["▁"] * size, "map.png", title="Cross-attention: last layer")
-    [figure], (panel, bar), renderer = figures, figures[0].axes, figures[0].canvas.get_renderer()
+    (panel, bar), renderer = figures[0].axes, FigureCanvasAgg(figures[0]).get_renderer()
     assert panel.get_xticklabels()[0].get_text() == "the" and panel.get_yticklabels()[0].get_text() == "' '"
-    [note], [title] = panel.texts, figure.texts
+    [note], title = panel.texts, panel.title
     assert max(text.get_window_extent(renderer).x1 for text in (note, title)) <= bar.get_tightbbox(renderer).x1
     assert note.get_window_extent(renderer).y1 < bar.get_window_extent(renderer).y0
 

@@ -89,7 +89,7 @@ def copy_local_projections(theirs):
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if "_global." in name:
-                parameter.copy_(theirs.get_parameter(FAMILIES["led"].original_name(name)))
+                parameter.copy_(theirs.get_parameter(name.replace(*FAMILIES["led"].copy_name)))
 
 
 def t5gemma_like(family, rng):
@@ -126,7 +126,7 @@ def t5gemma_like(family, rng):
     fill_randomly(theirs, rng.randrange(2**31))
     ignored = FAMILIES[family].ignored_prefixes
     for name, parameter in theirs.named_parameters():
-        if ignored and FAMILIES[family].file_name(name).startswith(ignored):
+        if ignored and name.replace(*FAMILIES[family].file_name).startswith(ignored):
             parameter.requires_grad_(False).zero_()
     return theirs
 
@@ -191,8 +191,6 @@ def test_converted_encoder_decoder_equals_its_own_class(kind, variant, tmp_path)
         ("bert", {"decoder": {"hidden_size": 16}}, "`hidden_size`"),
         ("bert", {"decoder": {"layer_norm_eps": 1e-3}}, "`layer_norm_eps`"),
         ("bert", {"decoder": {"type_vocab_size": 9}}, "`type_vocab_size`"),
-        ("bert", {"whole": {"pad_token_id": 7}}, "`pad_token_id`"),
-        ("roberta", {stack: {"hidden_act": "relu"} for stack in STACKS}, "`hidden_act`"),
         ("roberta", {"whole": {"decoder_start_token_id": 1, "pad_token_id": 1}}, "must not be `pad_token_id`"),
     ],
     ids=str,

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from metaphrase.filtering.rules import RULES, FilterSettings, PairRules, load_detector, normal_form, normalize
@@ -94,8 +96,8 @@ def test_language_of_each_side():
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"`encoding` needs the package ftfy. .*pip install 'metaphrase\[filter\]'"):
+    monkeypatch.setitem(sys.modules, "ftfy.badness", None)
+    with pytest.raises(ImportError, match=r"^ftfy, for the rule `encoding`, is not installed: .* metaphrase\[filter\]"):
         broken_rule(*GOOD, {"encoding"})
 
 

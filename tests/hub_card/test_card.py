@@ -235,7 +235,7 @@ def test_languages_decide_the_task_and_enter_the_metadata_only_as_codes(empty_fo
     assert (same.data.language, same.data.pipeline_tag) == (["en"], "text2text-generation")
     named = ModelCard.load(write_model_card(empty_folder, Facts(source_language="Old Norse", target_language="no")))
     assert (named.data.language, named.data.pipeline_tag) == (["no"], "translation")
-    assert "Source language: Old Norse (no ISO 639 code" in named.text
+    assert "Source language: Old Norse\n" in named.text
     assert "for text, trained to translate from Old Norse to no.\n" in named.text
     unknown = ModelCard.load(write_model_card(empty_folder, Facts(task="translation")))
     assert "for text, trained to turn one text into another." in unknown.text and "None" not in unknown.text
@@ -295,7 +295,6 @@ def test_a_run_renews_its_card_but_not_that_of_another_hand(full_folder, caplog)
     ("name", "content", "message"),
     [
         ("metrics.json", "{", "`metrics.json` must be readable"),
-        ("metrics.json", '{"scores": {"bleu": 3}}', "`scores.bleu` in `metrics.json` must have a finite `score`"),
         ("recipe.yaml", "seed: 1\nseed: 2", "`recipe.yaml` must be readable.*the key `seed` occurs twice"),
         ("trainer_state.json", "7", "`trainer_state.json` must hold fields with values, got int"),
         ("model.safetensors", "damaged", "must hold whole weights, got "),
@@ -308,9 +307,7 @@ def test_unfit_files_are_refused(empty_folder, name, content, message):
     assert not (empty_folder / "README.md").exists()
 
 
-def test_unfit_arguments_are_refused(empty_folder, tmp_path):
-    with pytest.raises(ValueError, match="`folder` must be an existing folder"):
-        write_model_card(tmp_path / "nowhere")
+def test_an_unfit_name_is_refused(empty_folder):
     with pytest.raises(ValueError, match="a//b"):
         write_model_card(empty_folder, repo_id="a//b")
 

@@ -103,7 +103,6 @@ RULES = [
     *({"decoder_hidden_size": 24}, {"decoder_hidden_size": 24, "merged_attention": True} | SEPARATE),
     *(RELATIVE | {"merged_attention": True}, {"position_embedding_type": "alibi", "decoder_self_attention": "ssru"}),
     {"merged_attention": True, "decoder_self_attention": "ssru"},
-    *({field: 9} for field in ("decoder_max_position_embeddings", "type_vocab_size")),
     *({"encoder_layer_types": kinds} for kinds in (["full_attention"], ["sliding_attention", "none"])),
     *({f"{stack}_window": None, f"{stack}_layer_types": ["sliding_attention"] * 2} for stack in STACKS),
     *({"encoder_window": window, "encoder_layer_types": ["sliding_attention"] * 2} for window in ([1], [1, -1])),

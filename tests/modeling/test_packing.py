@@ -9,7 +9,6 @@ from packed_rows import TARGETS, assert_close, gradients, packed, ragged_pairs
 from tiny_models import ALTERNATING, DESIGNS, MERGED, POSITIONS, RECURRENT, tiny_model
 
 from metaphrase.modeling import IGNORED_LABEL
-from metaphrase.modeling.stacks import MetaphrasePreTrainedModel
 from metaphrase.ops import grid_attention, packed_rows, packed_stacks
 from metaphrase.ops import linear_and_dropout as fused_linear
 from metaphrase.ops.packed_rows import PackedSequences, Packing, packed_mask
@@ -43,13 +42,6 @@ def test_packed_rows_have_the_loss_the_logits_and_the_gradients_of_padded_ones(d
     rows = [expected.logits[row, :length] for row, length in enumerate(TARGETS)]
     torch.testing.assert_close(output.logits[0], torch.cat(rows), rtol=1e-4, atol=1e-4)
     assert_close(actual_gradients, expected_gradients)
-
-
-def test_packed_rows_without_the_operators_are_refused(monkeypatch):
-    model = tiny_model()
-    monkeypatch.setattr(MetaphrasePreTrainedModel, "supports_packing", False)
-    with pytest.raises(ValueError, match="`source_lengths`"):
-        model(**packed(model.config))
 
 
 def attend_by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale=None):

@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from metaphrase.modeling import MetaphraseModel
 from metaphrase.modeling.positions import (
-    RotaryPositionEmbedding,
-    alibi_slopes,
+    AlibiPositionBias,
+    MetaphraseRotaryEmbedding,
     positions_from_mask,
     rotate,
     sinusoids,
@@ -58,7 +58,7 @@ def test_sinusoidal_layout_equals_the_formula(layout, position, hidden_size):
 
 
 def rotary(parameters=None, **fields):
-    return RotaryPositionEmbedding(make_config(rope_parameters=parameters, **fields))
+    return MetaphraseRotaryEmbedding(make_config(rope_parameters=parameters, **fields))
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_rotate_keeps_float16_finite():
 def test_alibi_slopes_equal_bloom(heads):
     # With a mask of two tokens, the value at the second is the slope itself.
     expected = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
-    torch.testing.assert_close(alibi_slopes(heads), expected)
+    torch.testing.assert_close(torch.tensor(AlibiPositionBias(heads).slopes), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_that_is_cast_keeps_its_angles_exact(dtype):
     model = tiny_model(**DESIGNS["rotary"])
-    tables = [module for module in model.modules() if isinstance(module, RotaryPositionEmbedding)]
+    tables = [module for module in model.modules() if isinstance(module, MetaphraseRotaryEmbedding)]
     expected = [table.inv_freq.clone() for table in tables]
     model.to(dtype)
     assert tables and all(

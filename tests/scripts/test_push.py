@@ -88,7 +88,7 @@ def test_what_a_card_was_given_stays_in_it(hub, folder):
         card = hub.commits[-1][2]["README.md"]
         text = card.decode()
         assert stated(card) == GIVEN and ModelCard(text).data.pipeline_tag == "summarization"
-        assert f"{summary}\n\n- Source language: Old\\_Norse &amp; &lt;Danish&gt; (no ISO" in text
+        assert f"{summary}\n\n- Source language: Old\\_Norse &amp; &lt;Danish&gt;\n" in text
         assert "- Target language: unknown\n" in text and "- Licence: apache-2.0\n" in text
         assert f"# {name}\n" in text and f'model_id = "somebody/{name}"' in text and path.read_bytes() == card
     assert "visibility" not in hub.repositories["somebody/tiny"]
@@ -159,9 +159,9 @@ def test_dry_run_tells_all_and_does_nothing(folder, monkeypatch, capsys):
     assert f"{sum(shared.values()):,}  bytes in {len(shared)} files" in said
     assert re.search(r"will be written  README.md", said) and "somebody/tiny, branch main" in said
     assert re.search(r"^ +license: mit\n +datasets: me/pairs, me/more$", said, re.MULTILINE)
-    for name, reason in FORBIDDEN.items():
+    for name in FORBIDDEN:
         top = name if name.startswith("target_tokenizer") or "/" not in name else name.split("/")[0] + "/"
-        assert re.search(rf"^ +left out  {re.escape(top)} \({reason}", said, re.MULTILINE), name
+        assert re.search(rf"^ +left out  {re.escape(top)}$", said, re.MULTILINE), name
 
 
 def test_files_of_other_tokenizers_and_pictures_of_the_card_go_up(folder):
@@ -171,8 +171,7 @@ def test_files_of_other_tokenizers_and_pictures_of_the_card_go_up(folder):
     for name in {*names, "other.model", "script.sh", "curve.png"}:
         (folder / name).write_bytes(b"x")
     selection = upload.select_files(folder)
-    assert names <= selection.contents.keys() and {"other.model", "script.sh"} <= selection.left_out.keys()
-    assert selection.left_out["curve.png"] == "not a picture of the card"
+    assert names <= selection.contents.keys() and {"other.model", "script.sh", "curve.png"} <= {*selection.left_out}
 
 
 def shard(folder, num_shards):
@@ -304,7 +303,7 @@ def test_an_export_for_browsers_goes_up_without_the_library(hub, tmp_path, capsy
     (tmp_path / "export.json").write_text(json.dumps({"to": "web", "files": names}))
     execute(push, push_words(tmp_path, "--dry_run"))
     said = capsys.readouterr().out
-    assert "left out  library/ (a copy of transformers.js)" in said and "will be written" not in said
+    assert "left out  library/\n" in said and "will be written" not in said
     execute(push, push_words(tmp_path))
     [(_, _, files)] = hub.commits
     assert files.keys() == {*names} - {"library/transformers.min.js"}

@@ -89,7 +89,7 @@ def assert_equal_training(ours: PreTrainedModel, theirs: PreTrainedModel, family
     assert_close(given.loss, expected.loss, "loss")
     given.loss.backward()
     expected.loss.backward()
-    stored = {family.file_name(name): name for name in theirs.state_dict()}
+    stored = {name.replace(*family.file_name): name for name in theirs.state_dict()}
     for name, parameter in ours.named_parameters():
         if name in family.embedding_names:
             counterpart = next(Counterpart(other) for other in family.embedding_names[name] if other in stored)

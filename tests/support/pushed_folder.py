@@ -2,18 +2,12 @@ UNSAFE = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", 
 # Files of nobody, and leavings of other weights, which no one loads.
 FOREIGN = ("data.parquet", "notes/text.txt", "customers.json", "train_corpus.txt", "model_before.safetensors")
 FOREIGN += ("model-00001-of-00002.safetensors", "target_tokenizer/model.safetensors")
-FORBIDDEN = {
-    **dict.fromkeys((*UNSAFE, "target_tokenizer/merges.bin"), "not safetensors"),
-    **dict.fromkeys(FOREIGN, "not a file of the model"),
-    ".secret.json": "hidden",
-    "checkpoint-20/model.safetensors": "a checkpoint",
-    "runs/events.json": "logs",
-    "evaluate_mine.py": "not code of the model",
-    "outputs.png": "not a picture of the card",
+FORBIDDEN = (
+    *(*UNSAFE, "target_tokenizer/merges.bin", *FOREIGN, ".secret.json", "checkpoint-20/model.safetensors"),
+    *("runs/events.json", "evaluate_mine.py", "outputs.png"),
     # They name folders of this machine.
-    "trainer_state.json": "a state of the training run",
-    "training_args.json": "a state of the training run",
-}
+    *("trainer_state.json", "training_args.json"),
+)
 
 
 def push_words(folder, *options, repo_id="somebody/tiny"):

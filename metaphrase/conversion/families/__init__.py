@@ -39,13 +39,3 @@ FAMILIES: dict[str, Family] = {
         T5Gemma2(),
     )
 }
-# Families that do not fit, and what Metaphrase lacks for them.
-REFUSED = {
-    "bigbird_pegasus": "attention to random blocks",
-    "nllb-moe": "experts",
-    "pegasus_x": "global tokens beside the text",
-    "prophetnet": "attention that predicts several tokens at once",
-    "seamless_m4t": "adapters for speech",
-    "seamless_m4t_v2": "adapters for speech",
-    "switch_transformers": "experts",
-}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from metaphrase.conversion.checkpoints import RARE_FIELDS
+from metaphrase.conversion.checkpoints import RARE_FIELDS, rename_weights
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.modeling.configuration_metaphrase import SLIDING, STACKS
@@ -89,6 +89,8 @@ class Family:
     classifier: Mapping[str, Any] = {"classifier_hidden_layer": True, "classifier_pooling": "eos"}
     classifier_dropout = "classifier_dropout"
     head_name = ("", "")
+    # A part of the names of their class, and that of a checkpoint; a part of the names of copies, and that of their originals.
+    file_name = copy_name = ("", "")
 
     def __init__(self, name: str, field_names: Mapping[str, str], fixed: Mapping[str, Any]):
         self.name, self.field_names = name, field_names
@@ -110,10 +112,8 @@ class Family:
         """Return our configuration of a checkpoint, whose weights show what is tied and what a bias holds."""
         if not any(name.startswith(self.prefix) for name in weights.kinds):
             # A checkpoint without a head lacks the prefix.
-            load, kinds, prefixes = weights.load, weights.kinds, ("lm_head.", LOGITS_BIAS)
-            stored = {name if name.startswith(prefixes) else self.prefix + name: name for name in kinds}
-            weights.load = lambda name: load(stored[name])
-            weights.kinds = {name: kinds[inner] for name, inner in stored.items()}
+            of_head = ("lm_head.", LOGITS_BIAS)
+            rename_weights(weights, lambda name: name if name.startswith(of_head) else self.prefix + name)
         shares = {name: getattr(theirs, name, None) for name in ("encoder_layerdrop", "decoder_layerdrop")}
         if any(shares.values()):
             logger.warning("LayerDrop is left out: Metaphrase trains all layers, got %s.", shares)
@@ -204,14 +204,6 @@ class Family:
     def counterpart(self, name: str, config: MetaphraseConfig) -> Counterpart:
         """Return the family's weight for one of ours."""
         return Counterpart(rename(name, self.module_names))
-
-    def file_name(self, name: str) -> str:
-        """Return the name in a checkpoint of a weight of their class."""
-        return name
-
-    def original_name(self, name: str) -> str:
-        """Return the weight of theirs that one of theirs is a copy of, or its name."""
-        return name
 
     def make_weight(self, name: str, shape: tuple[int, ...], config: MetaphraseConfig) -> torch.Tensor:
         """Make a weight of theirs that has no counterpart of ours."""

@@ -258,6 +258,8 @@ class LED(Bart):
 
     prefix = "led."
     has_windows = True
+    # The paper (section 3.1) also initializes the projections of global attention as copies.
+    copy_name = ("_global.", ".")
     variable_fields = Bart.variable_fields | {"encoder_layer_types", "decoder_max_position_embeddings"}
     module_names = _BART_NAMES | {
         "^model": "led",
@@ -289,7 +291,3 @@ class LED(Bart):
             "attention_window": 2 * ours.encoder_window[0],
             "max_decoder_position_embeddings": ours.stack_sizes("decoder").max_position_embeddings,
         }
-
-    def original_name(self, name: str) -> str:
-        # The paper (section 3.1) also initializes the projections of global attention as copies.
-        return name.replace("_global.", ".")

@@ -144,11 +144,6 @@ class EncoderDecoder(TwoStacks):
 
     def read_extra_fields(self, theirs: PreTrainedConfig, weights: WeightFiles) -> dict[str, Any]:
         encoder, decoder = self.read_stacks(theirs, ("type_vocab_size", "pad_token_id"))
-        if theirs.pad_token_id not in (None, encoder.pad_token_id):
-            text = f"{encoder.pad_token_id} and {theirs.pad_token_id}"
-            raise MetaphraseError(f"`pad_token_id` must be the same inside and outside of the stacks, got {text}.")
-        if self.kind == "roberta" and encoder.hidden_act != "gelu":
-            raise MetaphraseError(f"`hidden_act` of a roberta must be gelu, as its head, got {encoder.hidden_act!r}.")
         offset = self._position_offset(theirs.decoder_start_token_id, encoder.pad_token_id)
         ids = {name: getattr(decoder, name) for name in family.SPECIAL_IDS[:3] if getattr(theirs, name, None) is None}
         return ids | {
@@ -295,6 +290,7 @@ class T5Gemma2(T5Gemma):
     """T5Gemma 2 without images: merged attention, norms of queries and keys, and sliding layers with another rotation."""
 
     stacks = {"encoder": "encoder.text_config", "decoder": "decoder"}
+    file_name = (".text_model.", ".")
     variable_fields = T5Gemma.variable_fields | {"sliding_rope_theta"}
     shared = {ours: name for ours, name in T5Gemma.shared.items() if ours != "attn_logit_softcapping"}
     ignored_prefixes = (*_VISION, *_END_OF_IMAGE)
@@ -315,8 +311,6 @@ class T5Gemma2(T5Gemma):
 
     def read_rotation(self, parameters: dict) -> dict[str, Any]:
         full, sliding = parameters["full_attention"], parameters["sliding_attention"]
-        if sliding["rope_type"] != "default":
-            raise MetaphraseError(f"`rope_type` of sliding layers must be default, got {sliding['rope_type']!r}.")
         return {"rope_parameters": full, "sliding_rope_theta": sliding["rope_theta"]}
 
     def write_rotation(self, ours: MetaphraseConfig) -> dict:
@@ -333,6 +327,3 @@ class T5Gemma2(T5Gemma):
         # No token stands for the end of an image.
         tower |= {"encoder.mm_tokens_per_image": 1, "encoder.eoi_token_index": -1}
         return super().write_extra_fields(ours) | tower
-
-    def file_name(self, name: str) -> str:
-        return name.replace(".text_model.", ".")

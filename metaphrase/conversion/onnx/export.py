@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from metaphrase.conversion.checkpoints import export_folder, position_table
 from metaphrase.errors import naming_extra
 from metaphrase.modeling import MetaphraseConfig
-from metaphrase.modeling.configuration_metaphrase import SSRU, STACKS
+from metaphrase.modeling.configuration_metaphrase import SSRU
 from metaphrase.modeling.positions import has_changing_rotation
 from metaphrase.storage.generation_options import length_limits
 from metaphrase.tokenization import TokenizerPair
@@ -99,12 +98,7 @@ def check_graphs(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     paths = [os.fspath(Path(folder) / name) for name in GRAPH_NAMES]
     encoder, decoder = (onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]) for path in paths)
     config, generator = model.config, torch.Generator().manual_seed(0)
-    most_source = most_target = sys.maxsize
-    if config.position_embedding_type == "learned":
-        most_source, most_target = (config.stack_sizes(stack).max_position_embeddings for stack in STACKS)
     for rows, source, first, steps in _SIZES:
-        source, first = min(source, most_source), min(first, most_target)
-        steps = min(steps, most_target - first)
         ids = torch.randint(config.vocab_size, (rows, source), generator=generator)
         targets = torch.randint(config.decoder_vocab_size, (rows, first + steps), generator=generator)
         # Each row is two tokens shorter than the row before; every other row is padded on the left.
