@@ -159,6 +159,7 @@ class MetaphraseForConditionalGeneration(EncoderDecoderEmbeddings, GenerationMix
     # All tied weights name the same weight, so that a checkpoint with one of them is complete.
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config: MetaphraseConfig):
         super().__init__(config)

@@ -136,6 +136,11 @@ class Stack(MetaphrasePreTrainedModel):
     is_causal: bool
     layer_class: type[nn.Module]
     _tp_plan = make_tp_plan(self_attn=_ATTENTION_PLAN, mlp=_MLP_PLAN)
+    _pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
 
     def __init__(self, config: MetaphraseConfig):
         super().__init__(config)
