@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import nn
-from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
 from .configuration_metaphrase import MetaphraseConfig, StackSizes
 from .operators import clamp_float16
@@ -87,11 +87,19 @@ class LearnedPositionEmbedding(nn.Embedding):
         return embeddings if self.token_types is None else embeddings + self.token_types(torch.zeros_like(position_ids))
 
 
-class MetaphraseRotaryEmbedding(GlmRotaryEmbedding):
-    """Rotary position embedding of queries and keys. GLM's class also computes the partial and the scaled variants.
+class RotaryPositionEmbedding(nn.Module):
+    """Rotary position embedding of queries and keys.
 
-    Source: Su et al. 2021, section 3, arXiv 2104.09864.
+    Source: Su et al. 2021, section 3, arXiv 2104.09864. transformers computes the scaled variants.
     """
+
+    def __init__(self, config: MetaphraseConfig):
+        super().__init__()
+        self.config, self.rope_type = config, config.rope_parameters["rope_type"]
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        inverse_frequencies, self.attention_scaling = self.make_frequencies()
+        self.register_buffer("inv_freq", inverse_frequencies, persistent=False)
+        self.register_buffer("original_inv_freq", inverse_frequencies.clone(), persistent=False)
 
     def _apply(self, fn, recurse=True):
         """Keep the buffers in float32 when the model is cast, as when it is loaded in another dtype."""
@@ -101,6 +109,25 @@ class MetaphraseRotaryEmbedding(GlmRotaryEmbedding):
             if buffer.dtype != before[name].dtype:
                 setattr(self, name, before[name].to(buffer.device))
         return self
+
+    def make_frequencies(self) -> tuple[torch.Tensor, float]:
+        """Return the frequencies `(rotated / 2)`, and the factor of cosine and sine."""
+        if self.rope_type != "default":
+            return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
+        parameters = self.config.rope_parameters
+        head_dim = self.config.head_dim or self.config.hidden_size // self.config.num_attention_heads
+        rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+        return parameters["rope_theta"] ** -exponents, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine of positions `(batch, length)`, `(batch, length, rotated)` in the dtype of the states."""
+        angles = position_ids[:, :, None].float() * self.inv_freq.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        cosine, sine = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cosine.to(hidden_states.dtype), sine.to(hidden_states.dtype)
 
 
 def has_changing_rotation(config: MetaphraseConfig) -> bool:

@@ -24,8 +24,8 @@ from .operators import MetaphraseRMSNorm, acceleration, cast_for_autocast, clamp
 from .positions import (
     AlibiPositionBias,
     LearnedPositionEmbedding,
-    MetaphraseRotaryEmbedding,
     RelativePositionBias,
+    RotaryPositionEmbedding,
     SinusoidalPositionEmbedding,
     positions_from_mask,
 )
@@ -122,6 +122,10 @@ class MetaphrasePreTrainedModel(PreTrainedModel):
                 init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, MetaphraseRMSNorm) and module.plus_one:
             init.zeros_(module.weight)
+        elif isinstance(module, RotaryPositionEmbedding):
+            frequencies, _ = module.make_frequencies()
+            init.copy_(module.inv_freq, frequencies)
+            init.copy_(module.original_inv_freq, frequencies)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         # With false `tie_word_embeddings`, the parent would also untie the embeddings of source and target.
@@ -161,11 +165,11 @@ class Stack(MetaphrasePreTrainedModel):
             # Stacks may differ in the width of their heads.
             stack_config = copy.copy(config)
             stack_config.head_dim = self.sizes.head_dim
-            self.rotary_emb = MetaphraseRotaryEmbedding(stack_config)
+            self.rotary_emb = RotaryPositionEmbedding(stack_config)
             if config.sliding_rope_theta is not None and SLIDING in self.sizes.layer_types:
                 stack_config = copy.copy(stack_config)
                 stack_config.rope_parameters = {"rope_type": "default", "rope_theta": config.sliding_rope_theta}
-                self.sliding_rotary_emb = MetaphraseRotaryEmbedding(stack_config)
+                self.sliding_rotary_emb = RotaryPositionEmbedding(stack_config)
         elif kind == "alibi":
             self.position_bias = AlibiPositionBias(heads)
         elif kind == "relative" and config.relative_attention_shared:

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from metaphrase.modeling import MetaphraseModel
 from metaphrase.modeling.positions import (
     AlibiPositionBias,
-    MetaphraseRotaryEmbedding,
+    RotaryPositionEmbedding,
     positions_from_mask,
     rotate,
     sinusoids,
@@ -58,7 +58,7 @@ def test_sinusoidal_layout_equals_the_formula(layout, position, hidden_size):
 
 
 def rotary(parameters=None, **fields):
-    return MetaphraseRotaryEmbedding(make_config(rope_parameters=parameters, **fields))
+    return RotaryPositionEmbedding(make_config(rope_parameters=parameters, **fields))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_alibi_slopes_equal_bloom(heads):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_that_is_cast_keeps_its_angles_exact(dtype):
     model = tiny_model(**DESIGNS["rotary"])
-    tables = [module for module in model.modules() if isinstance(module, MetaphraseRotaryEmbedding)]
+    tables = [module for module in model.modules() if isinstance(module, RotaryPositionEmbedding)]
     expected = [table.inv_freq.clone() for table in tables]
     model.to(dtype)
     assert tables and all(
