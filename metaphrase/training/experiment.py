@@ -320,6 +320,10 @@ def make_trainer(
         callbacks.append(needed_plugin("frozen_start", "freeze_steps")(recipe.freeze, recipe.freeze_steps))
     if (make_alerts := plugin("training_alerts")) is not None:
         callbacks.append(make_alerts(scores.metrics))
+    replace_batch = None
+    if recipe.reward is not None:
+        replace_batch = needed_plugin("reward", "reward")(recipe, data.tokenizers)
+        callbacks.append(replace_batch)
     trainer = MetaphraseTrainer(
         model=model,
         args=arguments,
@@ -337,6 +341,7 @@ def make_trainer(
         num_last_kept=recipe.average_last or 0,
         best_kept_metric=recipe.metric_for_best_model or checkpoints.DEFAULT_METRIC,
         generation_options={"num_beams": arguments.generation_num_beams or 1},
+        replace_batch=replace_batch,
     )
     # Plain lines, in place of transformers' bars and dictionaries. A notebook keeps its table.
     if trainer.pop_callback(PrinterCallback) or trainer.pop_callback(ProgressCallback):
