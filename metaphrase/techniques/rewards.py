@@ -152,7 +152,8 @@ class RewardTraining(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.rewards and "loss" in (logs or {}):
-            logs["reward"], self.rewards = sum(self.rewards) / len(self.rewards), []
+            logs["reward"] = state.log_history[-1]["reward"] = sum(self.rewards) / len(self.rewards)
+            self.rewards = []
 
     def __call__(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a packed batch in place of a batch of pairs."""
@@ -183,7 +184,9 @@ class RewardTraining(TrainerCallback):
         if not learned:
             # All processes must compute.
             learned, targets[0] = [0], Counter({pairs[0][1]: 0.0})
-        row = pack([sources[index] for index in learned], [targets[index] for index in learned], self.multiple, is_merged)
+        row = pack(
+            [sources[index] for index in learned], [targets[index] for index in learned], self.multiple, is_merged
+        )
         return {name: value.to(device) for name, value in row.items()}
 
     def _sample(self, model: PreTrainedModel, sources: Sequence[Sequence[int]]) -> list[list[Ids]]:

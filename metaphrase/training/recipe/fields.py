@@ -311,6 +311,7 @@ _CONFLICTS = (
     ("weight_column", ("train_source_file",), "two files of text have no other columns"),
     ("monolingual_target", ("tasks", "objective", "weight_column"), "a model of plain pairs writes its sources"),
     ("num_seeds", ("objective",), "no scores join the models"),
+    ("reward", ("r_drop_alpha", "objective"), "candidates of a model take the place of pairs"),
     ("joint_vocabulary", (*_OF_TWO_VOCABULARIES, "target_tokenizer_name_or_path"), "it has one tokenizer"),
     ("tokenizer_name_or_path", _OF_NEW_TOKENIZER, "a tokenizer that exists is as it was trained"),
     ("model_name_or_path", _OF_NEW_TOKENIZER, "the model has a tokenizer as it was trained"),
