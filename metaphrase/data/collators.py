@@ -20,8 +20,7 @@ def with_decoder_inputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tenso
     # FSMT builds the decoder input from the sources.
     if config.model_type != "fsmt" or labels is None or "decoder_input_ids" in inputs:
         return dict(inputs)
-    shifted = shift_right(labels, config.pad_token_id, config.decoder_start_token_id)
-    return {**inputs, "decoder_input_ids": shifted}
+    return {**inputs, "decoder_input_ids": shift_right(labels, config.pad_token_id, config.decoder_start_token_id)}
 
 
 def source_of(pair: Mapping[str, Sequence[int]]) -> Sequence[int]:

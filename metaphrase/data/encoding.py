@@ -37,8 +37,7 @@ def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
     columns = rows.column_names
     digest = hashlib.blake2b(digest_size=16)
     for name in (name for name in (*LENGTH_COLUMNS, WEIGHT_COLUMN) if name in columns):
-        kind = np.float64 if name == WEIGHT_COLUMN else np.int64
-        digest.update(np.asarray(rows[name][:], dtype=kind).tobytes())
+        digest.update(np.asarray(rows[name][:], dtype=np.float64 if name == WEIGHT_COLUMN else np.int64).tobytes())
     indices = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED_ROWS)).astype(np.int64))
     sampled = rows.select_columns([name for name in _ID_COLUMNS if name in columns])[indices]
     for name in sorted(sampled):

@@ -233,7 +233,7 @@ def read_parquet(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) 
     """Yield the pairs of a Parquet file, with flat columns or a `translation` struct. Text must be UTF-8."""
     try:
         file = pq.ParquetFile(path)
-        read = _select_columns(columns, path, file.schema_arrow.names)
+        read = _select_columns(column_names(columns), path, file.schema_arrow.names)
         yield from read_arrow(file.iter_batches(columns=read), columns, path, limit)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise MetaphraseError(f"{path} must be a whole Parquet file, got: {error}") from error
@@ -245,13 +245,12 @@ def read_arrow(
     """Yield the pairs of successive Arrow tables, with flat columns or a `translation` struct."""
     names, row = column_names(columns), 0
     for table in tables:
-        for record in table.select(_select_columns(columns, where, table.schema.names)).to_pylist():
+        for record in table.select(_select_columns(names, where, table.schema.names)).to_pylist():
             yield _from_mapping(record, names, f"{where}, row {row}", limit)
             row += 1
 
 
-def _select_columns(columns: Columns, where: str, present: list[str]) -> list[str]:
-    names = column_names(columns)
+def _select_columns(names: list[str], where: str, present: list[str]) -> list[str]:
     if "translation" in present and not set(names[:2]) <= set(present):
         return [name for name in ("translation", *names[2:]) if name in present]
     check_columns(where, names, present)
@@ -414,9 +413,8 @@ class PairSource:
         Blocks of parallel files have equally many lines, and those of one file equally many bytes.
         """
         endings = {Path(path).suffix for path in self.paths}
-        if not endings or ".gz" in endings or self.max_samples is not None:
-            return None
-        if self.file is not None and not endings <= {".tsv", ".jsonl"}:
+        is_whole = self.max_samples is not None or (self.file is not None and not endings <= {".tsv", ".jsonl"})
+        if not endings or ".gz" in endings or is_whole:
             return None
         sizes = [Path(path).stat().st_size for path in self.paths]
         if self.file is not None:
@@ -519,10 +517,8 @@ def load_pairs(
     source, report = PairSource(**fields), DataReport() if report is None else report
     # All pairs are cached, so that another number of samples needs no new reading.
     key = [repr(replace(source, max_samples=None)), CACHE_VERSION]
-    options: dict[str, Any] = {}
-    if not source.paths:
-        options["cache_dir"] = cache_dir
-        key.append(source.load_dataset(**options)._fingerprint)
+    options: dict[str, Any] = {} if source.paths else {"cache_dir": cache_dir}
+    key += [] if source.paths else [source.load_dataset(**options)._fingerprint]
     types = dict(list(COLUMN_TYPES.items())[: len(source.columns)]) | {"problem": "string"}
     features = datasets.Features({name: datasets.Value(kind) for name, kind in types.items()})
     pairs = read_cached(lambda: source.rows(**options), features, key, source.paths, cache_dir)
@@ -575,8 +571,7 @@ def _write_rows(cached: Path, rows: Iterator[tuple], schema: pa.Schema) -> None:
     ):
         while batch := list(islice(rows, _ROWS_PER_READ)):
             progress.update(len(batch))
-            columns = zip(zip(*batch, strict=True), schema.types, strict=True)
-            writer.write(pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=schema))
+            writer.write(pa.record_batch([*zip(*batch, strict=True)], schema=schema))
 
 
 def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:

@@ -207,10 +207,8 @@ def projected_loss(
         label_weights = label_weights.flatten().to(hidden_states.device)
     if r_drop_alpha:
         # The rows of a pair become neighbours: (tokens, ...) -> (2, tokens / 2, ...) -> (tokens, ...)
-        hidden_states, labels, label_weights = (
-            None if t is None else t.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-            for t in (hidden_states, labels, label_weights)
-        )
+        hidden_states, labels = (t.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for t in (hidden_states, labels))
+        label_weights = None if label_weights is None else label_weights.view(2, -1).T.flatten()
     labels = labels.to(hidden_states.device)
     is_label, device_type = labels != IGNORED_LABEL, hidden_states.device.type
     if device_type != "cpu":

@@ -60,7 +60,7 @@ class TrainingLoss:
 
 
 def divergence_of_halves(
-    logits: torch.Tensor, labels: torch.Tensor, label_weights: torch.Tensor | None = None
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return half the sum of both Kullback-Leibler divergences of two predictions, summed over the labels, in float32.
 
@@ -74,8 +74,8 @@ def divergence_of_halves(
     first, second = nn.functional.log_softmax(torch.where(is_label, logits, 0.0).float(), dim=-1).chunk(2)
     # KL(p, q) + KL(q, p) is the sum of (p - q)(log p - log q).
     divergences = (first.exp() - second.exp()) * (first - second)
-    if label_weights is not None:
-        divergences = divergences * label_weights.flatten()[: len(divergences), None]
+    if weights is not None:
+        divergences = divergences * weights.flatten()[: len(divergences), None]
     return 0.5 * divergences.sum()
 
 
