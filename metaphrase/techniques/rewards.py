@@ -12,8 +12,8 @@ arXiv 2402.03300.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, repeat, zip_longest
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -159,20 +159,14 @@ class RewardTraining(TrainerCallback):
         """Return a packed batch in place of a batch of pairs."""
         pairs, device, share = unpack(batch), batch["labels"].device, self.recipe.cross_entropy_share
         sources, is_merged = [source for source, _ in pairs], model.config.merged_attention
-        rows = self._sample(model, sources)
+        rows, log_probs = self._sample(model, sources)
         rewards = self._rewards(pairs, rows)
-        of_rows: Iterator[np.ndarray | None] = repeat(None)
-        if self.recipe.reward_loss == "risk":
-            candidates = pack(sources, [dict.fromkeys(row, 1.0) for row in rows], is_merged=is_merged)
-            candidates = {name: value.to(device) for name, value in candidates.items()}
-            log_probs = target_log_probs(model, candidates).double().cpu().numpy()
-            of_rows = iter(np.split(log_probs, np.cumsum([*map(len, rows)])[:-1]))
         targets = []
-        for (_, reference), row, values, log_probs in zip(pairs, rows, rewards, of_rows, strict=False):
+        for (_, reference), row, values, of_row in zip(pairs, rows, rewards, log_probs, strict=True):
             weights: Counter[Ids] = Counter()
             # Equal rewards have no gradient.
             if np.ptp(values) > 0:
-                for ids, weight in zip(row, WEIGHTS[self.recipe.reward_loss](values, log_probs), strict=True):
+                for ids, weight in zip(row, WEIGHTS[self.recipe.reward_loss](values, of_row), strict=True):
                     weights[ids] += (1 - share) * weight
             if share:
                 weights[reference] += share
@@ -189,13 +183,18 @@ class RewardTraining(TrainerCallback):
         )
         return {name: value.to(device) for name, value in row.items()}
 
-    def _sample(self, model: PreTrainedModel, sources: Sequence[Sequence[int]]) -> list[list[Ids]]:
-        """Return the candidates of each source. The risk counts equal ones once."""
+    def _sample(
+        self, model: PreTrainedModel, sources: Sequence[Sequence[int]]
+    ) -> tuple[list[list[Ids]], list[np.ndarray | None]]:
+        """Return the candidates of each source; for the risk, different ones alone, and their log-probabilities."""
+        is_risk = self.recipe.reward_loss == "risk"
         options = {"num_return_sequences": self.recipe.num_candidates, "search": sample_by_prefix, **_SAMPLING}
         with torch.autocast(model.device.type, enabled=False):
-            rows = decode(model, sources, batch_size=len(sources), **options)
-        samples = [[tuple(candidate.ids) for candidate in row] for row in rows]
-        return [[*dict.fromkeys(row)] for row in samples] if self.recipe.reward_loss == "risk" else samples
+            rows = decode(model, sources, batch_size=len(sources), return_scores=is_risk, **options)
+        if not is_risk:
+            return [[tuple(candidate.ids) for candidate in row] for row in rows], [None] * len(rows)
+        scores = [{tuple(candidate.ids): candidate.score for candidate in row} for row in rows]
+        return [[*row] for row in scores], [np.array([*row.values()]) for row in scores]
 
     def _rewards(self, pairs: Sequence[tuple[list[int], Ids]], rows: Sequence[Sequence[Ids]]) -> list[np.ndarray]:
         """Return the rewards of the candidates of each source. Equal candidates are scored once."""

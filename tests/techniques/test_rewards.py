@@ -98,9 +98,11 @@ def test_leave_one_out_is_unbiased():
     gradients = torch.stack([gradient(model, log_probs_alone(model, SOURCE, [ids])[0]) for ids in TARGETS])
     torch.manual_seed(0)
     options = {"max_length": LENGTH + 1, "num_return_sequences": draws // 2, "search": sample_by_prefix}
-    rows = decode(model.float(), [SOURCE] * 2, **options, **rewards._SAMPLING)
+    rows = decode(model.float(), [SOURCE] * 2, return_scores=True, **options, **rewards._SAMPLING)
     numbers = {ids: index for index, ids in enumerate(TARGETS)}
     drawn = torch.tensor([numbers[tuple(candidate.ids)] for row in rows for candidate in row])
+    scores = {tuple(candidate.ids): candidate.score for row in rows for candidate in row}
+    assert [*scores.values()] == pytest.approx([log_probs[numbers[ids]].item() for ids in scores], abs=1e-5)
     # Samples follow the model.
     expected = draws * log_probs.detach().exp()
     deviations = (torch.bincount(drawn, minlength=len(TARGETS)) - expected) / (expected + 1).sqrt()
@@ -158,11 +160,11 @@ def test_accumulated_batches_are_one(tmp_path, monkeypatch):
 
     def train_once(name, **options):
         reward = make_reward(monkeypatch, lambda _, targets, __: [len(target) for target in targets])
-        monkeypatch.setattr(
-            reward,
-            "_sample",
-            lambda model, sources: [[tuple(ids[:-1]), tuple(ids[::-1]), (*ids[:2], 2)] for ids in sources],
-        )
+
+        def sample(model, sources):
+            return [[tuple(ids[:-1]), tuple(ids[::-1]), (*ids[:2], 2)] for ids in sources], [None] * len(sources)
+
+        monkeypatch.setattr(reward, "_sample", sample)
         model = tiny_model(vocab_size=37, hidden_size=16, encoder_ffn_dim=16, decoder_ffn_dim=16)
         options = {"learning_rate": 1e-3, "max_steps": 1, "optim": "sgd", **options}
         trainer = make_trainer(model, pairs, tmp_path / name, replace_batch=reward, **options)
