@@ -45,6 +45,8 @@ PLACES: dict[str, str] = {
     # The corpus of several tasks, and a run of several trainings.
     "tasks": "metaphrase.techniques.mixtures:TaskCorpus",
     "stages": "metaphrase.techniques.stages:run_stages",
+    # Candidates with rewards in place of the pairs of a batch.
+    "reward": "metaphrase.techniques.rewards:RewardTraining",
     # Parts of a model that are not trained, for a while or at all, and an adapter that is trained in their place.
     "freeze": "metaphrase.techniques.partial_training:freeze",
     "frozen_start": "metaphrase.techniques.partial_training:FrozenStart",

@@ -117,7 +117,7 @@ def compare(
     counted = reference_words if training_targets is None else map(split, training_targets)
     frequencies = Counter(word for tokens in counted for word in tokens if word in known)
     sentence_scores = {
-        name: {system: _sentence_scores(statistics) for system, statistics in systems.items()}
+        name: {system: score_sentences(statistics) for system, statistics in systems.items()}
         for name, systems in segments.items()
     }
     # An external score is the user's choice. Of the others, chrF says the most about a single sentence.
@@ -168,7 +168,7 @@ def _test(segments: Mapping[str, Systems], num_resamples: int, num_trials: int) 
     return {"seed": seed, "scores": scores}
 
 
-def _sentence_scores(segments: SegmentStatistics) -> list[float]:
+def score_sentences(segments: SegmentStatistics) -> list[float]:
     scorer = copy.copy(segments.scorer)
     # BLEU of a sentence leaves out n-grams that are longer than the sentence. Other scores do not read this.
     scorer.effective_order = True

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import nlargest
 from typing import Any
 
@@ -14,15 +15,15 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from metaphrase.choices import memory
 from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder_inputs
-from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
+from metaphrase.data.pairs import LENGTH_COLUMNS, WEIGHT_COLUMN, data_seed
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
 from metaphrase.evaluation.evaluate import spread
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.training.distributed import from_first_process, is_adapted
-from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
+from metaphrase.training.experiment import Experiment, make_arguments, make_reward, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
 from metaphrase.training.recipe.recipe import CHECKPOINTING, Recipe
-from metaphrase.training.training_loss import TrainingLoss, smooths_labels
+from metaphrase.training.training_loss import TrainingLoss, smooths_labels, weights_of_labels
 
 _ENCODED_PAIRS = 20_000  # pairs of a stream that are encoded to count their tokens
 # Steps to time, fewer if they take longer than two seconds, and pairs from which their batches are formed.
@@ -274,7 +275,7 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
     rate = None
     # Larger models are not made for a timing.
     if model.num_parameters() <= 300_000_000 and devices is None:
-        rate = _measured_rate(recipe, arguments, make_model(recipe, data), train, lengths)
+        rate = _measured_rate(recipe, arguments, make_model(recipe, data), data, lengths)
     multiple, start = pad_to_multiple_of(arguments), recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None
     options: dict[str, Any] = {"devices": devices, "tokens_per_second": rate, "scale": data.corpus.scale}
     options |= {"pad_to_multiple_of": multiple, "r_drop_start_step": start}
@@ -286,7 +287,7 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
 
 
 def _measured_rate(
-    recipe: Recipe, arguments: TrainingArguments, model: PreTrainedModel, train, lengths: np.ndarray
+    recipe: Recipe, arguments: TrainingArguments, model: PreTrainedModel, data: Data, lengths: np.ndarray
 ) -> float:
     """Return the median tokens per second of real training steps by AdamW with a learning rate of 0.
 
@@ -304,18 +305,25 @@ def _measured_rate(
     model.to(arguments.device).train()
     # The optimizer of a Trainer by default.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
-    loss_options = {"loss_of_states": TrainingLoss()} if smooths_labels(model) else {}
+    replace_batch = make_reward(recipe, data.tokenizers) or (lambda model, batch: batch)
     rates, begin = [], time.perf_counter()
     for number in range(TIMED_STEPS + 1):
         # A corpus with too few batches repeats them.
         rows = [sample[index] for index in planned[number % len(planned)]]
         most = _TIMED_TOKENS if kind == "cpu" else lengths.sum()
         part = rows[: 1 + int(np.searchsorted(lengths[rows].sum(axis=1).cumsum(), most))]
-        pairs = ({name: pair[name] for name in ("input_ids", "labels")} for pair in map(train.__getitem__, part))
+        pairs = (
+            {name: pair[name] for name in ("input_ids", "labels")}
+            for pair in map(data.encoded["train"].__getitem__, part)
+        )
         batch = with_decoder_inputs(model, collate([*pairs]))
         batch = {name: value.to(kind) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        start = time.perf_counter()
+        start, num_tokens = time.perf_counter(), batch["input_ids"].numel() + batch["labels"].numel()
         with torch.autocast(kind, dtype=torch.bfloat16, enabled=arguments.bf16):
+            batch = replace_batch(model, batch)
+            weights = {"label_weights": weights_of_labels(batch)}
+            loss_options = {"loss_of_states": partial(TrainingLoss(), **weights)} if smooths_labels(model) else {}
+            batch.pop(WEIGHT_COLUMN, None)
             loss = model(**batch, **loss_options).loss
         loss.backward()
         computed = time.perf_counter()
@@ -325,7 +333,7 @@ def _measured_rate(
             torch.accelerator.synchronize()
         end = time.perf_counter()
         seconds = computed - start + (end - computed) * len(part) / len(rows)
-        rates.append((batch["input_ids"].numel() + batch["labels"].numel()) / seconds)
+        rates.append(num_tokens / seconds)
         if len(rates) > 2 and end - begin > 2:
             break
     return statistics.median(rates[1:])

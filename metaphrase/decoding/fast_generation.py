@@ -311,10 +311,63 @@ def sample(
     return result, totals
 
 
-def _draw(scores: torch.Tensor) -> torch.Tensor:
-    """Draw a token of each row of logits (rows, V), shape (rows,)."""
+def sample_by_prefix(
+    model: PreTrainedModel, input_ids: torch.LongTensor, partners: Sequence = (), return_scores: bool = False, **kwargs
+) -> GenerateBeamEncoderDecoderOutput:
+    """Draw several targets of each source as sampling does, and compute a beginning that some of them share once.
+
+    The targets of a source are independent of each other, but the random numbers are not those of `sample`: equal beginnings
+    draw their next tokens together. The more certain a model is, the fewer rows there are.
+
+    Returns:
+        Ids (sources * copies, length), padded behind their ends, and the sums of their log-probabilities, if asked for. Equal
+        targets of a source are neighbours.
+    """
+    config, processors = kwargs["generation_config"], kwargs["logits_processor"]
+    if find_obstacle(model, input_ids, **kwargs) is not None:
+        return generate(model, input_ids, return_scores, **kwargs)
+    copies = config.num_return_sequences
+    sources, ids = encoded_sources(kwargs, copies), input_ids[::copies]
+    state, (project, _) = DecoderState(model.get_decoder(), *sources), prepared_projections(model)
+    # For each row, its source, the number of targets that begin with its ids, and the log-probability of these.
+    owners, totals = torch.arange(len(ids), device=ids.device), torch.zeros(len(ids), device=ids.device)
+    counts, places, done = torch.full_like(owners, copies), torch.arange(copies, device=ids.device), []
+    unread: Sequence[torch.Tensor] = ids.unbind(1)
+    for length in range(ids.shape[1] + 1, config.max_length + 1):
+        for token in unread:
+            hidden_states = state.step(token)
+        logits = project(hidden_states).float()
+        draws, is_needed = _draw(process(processors, ids, logits), copies), places < counts[:, None]
+        children = torch.stack((is_needed.nonzero()[:, 0], draws[is_needed]))
+        (parents, tokens), counts = children.unique(dim=1, return_counts=True)
+        if return_scores:
+            totals = totals[parents] + logits.log_softmax(dim=-1)[parents, tokens]
+        ids, owners = torch.cat((ids[parents], tokens[:, None]), dim=1), owners[parents]
+        is_done = torch.full_like(tokens, length == config.max_length, dtype=torch.bool)
+        if config._eos_token_tensor is not None:
+            is_done |= are_ends(tokens, config._eos_token_tensor)
+        ended = owners, ids, counts, totals if return_scores else owners
+        done += zip(*(part[is_done] for part in ended), strict=True)
+        if bool(is_done.all()):
+            break
+        ids, owners, counts, parents = (part[~is_done] for part in (ids, owners, counts, parents))
+        totals = totals[~is_done] if return_scores else totals
+        if not torch.equal(parents, torch.arange(len(hidden_states), device=ids.device)):
+            state.select_sources(parents)
+        unread = (ids[:, -1],)
+    done.sort(key=lambda target: int(target[0]))
+    rows = [(row, score) for _, row, count, score in done for _ in range(int(count))]
+    padding = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    sequences = nn.utils.rnn.pad_sequence([row for row, _ in rows], batch_first=True, padding_value=padding)
+    scores = torch.stack([score for _, score in rows]) if return_scores else None
+    return GenerateBeamEncoderDecoderOutput(sequences=sequences, sequences_scores=scores)
+
+
+def _draw(scores: torch.Tensor, count: int = 1) -> torch.Tensor:
+    """Draw tokens of each row of logits (rows, V), independent of each other, shape (rows,) or (rows, count)."""
     try:
-        return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1)[:, 0]
+        probabilities = nn.functional.softmax(scores, dim=-1)
+        return torch.multinomial(probabilities, count, replacement=count > 1).squeeze(1)
     except RuntimeError as error:
         # Another reason may be too little memory.
         if bool(scores.isnan().any()) or not bool(scores.isfinite().any(dim=-1).all()):

@@ -20,7 +20,7 @@ from metaphrase.ops.packed_rows import MergedPacking, PackedSequences, Packing, 
 # Older GPUs have no flash attention.
 _LEAST_CAPABILITY = (8, 0)
 # Arguments of packed rows.
-_LENGTHS = ("source_lengths", "longest_source", "target_lengths", "longest_target")
+_LENGTHS = ("source_lengths", "longest_source", "target_lengths", "longest_target", "targets_per_source")
 _plain_encode, _plain_decode = MetaphraseEncoder.encode, MetaphraseDecoder.decode
 
 
@@ -101,8 +101,13 @@ def _encode_in_blocks(
 def decode(
     decoder, embeddings, encoder_hidden_states, attention_mask, encoder_attention_mask, position_ids, **kwargs
 ) -> torch.Tensor:
-    """Decode targets as `MetaphraseDecoder.decode` does, and packed rows. For the lengths see `encode`."""
-    source_lengths, longest_source, target_lengths, longest_target = (kwargs.pop(name, None) for name in _LENGTHS)
+    """Decode targets as `MetaphraseDecoder.decode` does, and packed rows. For the lengths see `encode`.
+
+    `targets_per_source` `(sources)` are the numbers of targets of each source, which are neighbours in their row; None is one.
+    """
+    source_lengths, longest_source, target_lengths, longest_target, counts = (
+        kwargs.pop(name, None) for name in _LENGTHS
+    )
     if (target_lengths is None) != (source_lengths is None):
         raise MetaphraseError("`source_lengths` and `target_lengths` must be given together, got one of them.")
     if target_lengths is None:
@@ -115,7 +120,13 @@ def decode(
     hidden_states, rotations = decoder.enter(embeddings, targets.positions, targets.longest)
     cross = cross_mask = None
     if not decoder.config.merged_attention:
-        cross = Packing(targets, sources, False, choose_kernel(decoder, hidden_states, is_plain=True))
+        readers = targets
+        if counts is not None:
+            # Tokens of all targets of a source see the same keys, so that they are one sequence here.
+            owners = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+            lengths = torch.zeros_like(counts).index_add(0, owners, target_lengths)
+            readers = PackedSequences(lengths, embeddings.shape[1])
+        cross = Packing(readers, sources, False, choose_kernel(decoder, hidden_states, is_plain=True))
         cross_mask = packed_mask(cross, None, hidden_states)
     if decoder.config.decoder_self_attention == SSRU:
         layer_masks = [(Packing(targets, targets, True, "recurrence"), None)] * len(decoder.layers)

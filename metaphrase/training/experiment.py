@@ -320,6 +320,8 @@ def make_trainer(
         callbacks.append(needed_plugin("frozen_start", "freeze_steps")(recipe.freeze, recipe.freeze_steps))
     if (make_alerts := plugin("training_alerts")) is not None:
         callbacks.append(make_alerts(scores.metrics))
+    if (reward := make_reward(recipe, data.tokenizers)) is not None:
+        callbacks.append(reward)
     trainer = MetaphraseTrainer(
         model=model,
         args=arguments,
@@ -337,11 +339,17 @@ def make_trainer(
         num_last_kept=recipe.average_last or 0,
         best_kept_metric=recipe.metric_for_best_model or checkpoints.DEFAULT_METRIC,
         generation_options={"num_beams": arguments.generation_num_beams or 1},
+        replace_batch=reward,
     )
     # Plain lines, in place of transformers' bars and dictionaries. A notebook keeps its table.
     if trainer.pop_callback(PrinterCallback) or trainer.pop_callback(ProgressCallback):
         trainer.add_callback(ProgressLog(deadline))
     return trainer
+
+
+def make_reward(recipe: Recipe, tokenizers: TokenizerPair) -> Any:
+    """Return the function that replaces batches of pairs in training by a reward, a callback, too; None without a reward."""
+    return None if recipe.reward is None else needed_plugin("reward", "reward")(recipe, tokenizers)
 
 
 def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path) -> PreTrainedModel:

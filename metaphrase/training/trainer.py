@@ -153,6 +153,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         num_best_kept: int = 0,
         num_last_kept: int = 0,
         best_kept_metric: str | None = None,
+        replace_batch: Callable[..., dict[str, Any]] | None = None,
         **kwargs,
     ):
         """Add to the parent's arguments:
@@ -170,6 +171,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             num_best_kept: Number of checkpoints, the best by `best_kept_metric`, to keep whatever their age.
             num_last_kept: Number of last checkpoints to keep beside the best.
             best_kept_metric: An evaluated metric; by default `metric_for_best_model`, or else BLEU.
+            replace_batch: Function of the model and a batch of training, which returns the batch to learn from.
         """
         super().__init__(*args, **kwargs)
         self.tokenizers = tokenizers
@@ -178,6 +180,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.max_tokens_per_batch = max_tokens_per_batch
         self.r_drop_alpha, self.r_drop_start_step = r_drop_alpha, r_drop_start_step
         self.num_best_kept, self.num_last_kept = num_best_kept, num_last_kept
+        self.replace_batch = replace_batch
         self.best_kept_metric = best_kept_metric or self.args.metric_for_best_model or checkpoints.DEFAULT_METRIC
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would hide the labels from the model.
@@ -214,6 +217,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         is_training, loss_of_states, weights = model.training, None, None
+        if is_training and self.replace_batch is not None:
+            inputs = self.replace_batch(self.whole_model(), inputs)
         if is_training:
             alpha = self.r_drop_alpha if self.state.global_step >= self.r_drop_start_step else 0.0
             if alpha:

@@ -150,6 +150,14 @@ class OwnFields(BaseModel):
         "Weight of R-Drop's divergence, such as 5. Takes twice the memory.", 0.0, ge=0, le=1e3
     )
     r_drop_start_step: int = _technique("Step at which R-Drop begins. Earlier ones cost half.", 0, "r_drop_alpha", ge=0)
+    reward: str | None = _technique(
+        f"Score of generated targets to train by: {', '.join(METRICS)}, the folder of a judge, or package.module:function."
+    )
+    reward_loss: Literal["risk", "rloo", "grpo"] = _technique(
+        "Expected risk, or REINFORCE by the mean of other candidates, or by mean and deviation.", "rloo", "reward"
+    )
+    num_candidates: int = _technique("Targets to sample for each source.", 8, "reward", ge=2)
+    cross_entropy_share: float = _technique("Share of the references in the loss.", 0.3, "reward", ge=0, lt=1)
     subword_sampling: float | None = _technique("Rate of BPE-dropout in each epoch, such as 0.1.", gt=0, lt=1)
     augmentation: dict[str, _Share] = _technique(
         f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).", {}
@@ -303,6 +311,7 @@ _CONFLICTS = (
     ("weight_column", ("train_source_file",), "two files of text have no other columns"),
     ("monolingual_target", ("tasks", "objective", "weight_column"), "a model of plain pairs writes its sources"),
     ("num_seeds", ("objective",), "no scores join the models"),
+    ("reward", ("r_drop_alpha", "objective"), "candidates of a model take the place of pairs"),
     ("joint_vocabulary", (*_OF_TWO_VOCABULARIES, "target_tokenizer_name_or_path"), "it has one tokenizer"),
     ("tokenizer_name_or_path", _OF_NEW_TOKENIZER, "a tokenizer that exists is as it was trained"),
     ("model_name_or_path", _OF_NEW_TOKENIZER, "the model has a tokenizer as it was trained"),

@@ -1,0 +1,218 @@
+"""Training by the scores of generated targets, in place of the cross-entropy of references.
+
+A source of a batch stands once in a packed row, and has several targets with a weight each: candidates that the model has drawn,
+and the reference. The cross-entropy times these weights has the gradient of the loss. The encoder, and the keys and values of
+the cross-attention, are computed once for all targets of a source.
+
+Source: expected risk by Shen et al. 2016, section 3.1, arXiv 1512.02433, and Edunov et al. 2018, section 3.2, arXiv 1711.04956;
+REINFORCE by Ahmadian et al. 2024, section 3.2, arXiv 2402.14740; with the standard deviation by Shao et al. 2024, section 4.1,
+arXiv 2402.03300.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, TrainerCallback
+
+from metaphrase.analysis.comparison import score_sentences
+from metaphrase.analysis.judges import load_judge
+from metaphrase.data.pairs import WEIGHT_COLUMN
+from metaphrase.decoding.fast_generation import sample_by_prefix
+from metaphrase.errors import MetaphraseError
+from metaphrase.evaluation.metrics import METRICS
+from metaphrase.inference import decode
+from metaphrase.inference.batches import evaluating
+from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.ops.projected_loss import chunk_rows
+from metaphrase.tokenization import TokenizerPair
+from metaphrase.training.recipe.recipe import Recipe, is_better_lower
+from metaphrase.training.trainer import TOKENS_MULTIPLE
+
+logger = logging.getLogger(__name__)
+
+# Samples of the whole distribution of the model, whatever its settings for generation are.
+_SAMPLING = {"do_sample": True, "num_beams": 1, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+Ids = tuple[int, ...]
+
+
+def load_score(name: str) -> Callable[[Sequence[str], Sequence[str], Sequence[str]], list[float]]:
+    """Return the function of sources, targets and references that a reward names; more is better.
+
+    A name is a metric of `evaluate`, of which single sentences are scored from 0 to 1, or a judge: see `load_judge`.
+    """
+    if name in METRICS:
+        sign = -0.01 if is_better_lower(name) else 0.01
+        return lambda _, targets, references: [
+            sign * value for value in score_sentences(METRICS[name].segments(targets, references))
+        ]
+    judge = load_judge(name)
+    sign = -1 if judge.is_better_lower else 1
+    return lambda *texts: [sign * float(value) for value in judge.score(*texts)]
+
+
+def rloo_weights(rewards: np.ndarray, log_probs: np.ndarray | None = None) -> np.ndarray:
+    """Return weights of samples: reward minus the mean reward of the others, divided by the number of samples."""
+    return (rewards - rewards.mean()) / (len(rewards) - 1)
+
+
+def grpo_weights(rewards: np.ndarray, log_probs: np.ndarray | None = None) -> np.ndarray:
+    """Return weights of samples: standardized rewards, divided by the number of samples."""
+    return (rewards - rewards.mean()) / (len(rewards) * rewards.std(ddof=1))
+
+
+def risk_weights(rewards: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+    """Return weights of different candidates, whose probabilities are renormalized. The risk is minus the expected reward."""
+    probabilities = np.exp(log_probs - log_probs.max())
+    probabilities /= probabilities.sum()
+    return probabilities * (rewards - probabilities @ rewards)
+
+
+# The function of the weights of the candidates of a source, by the loss. Risk counts equal candidates once.
+WEIGHTS = {"risk": risk_weights, "rloo": rloo_weights, "grpo": grpo_weights}
+
+
+def pack(
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Mapping[Ids, float]],
+    multiple: int = 1,
+    is_merged: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Return a packed row of sources with several targets each, which come with their weights.
+
+    Args:
+        sources: Token ids, the longest first.
+        targets: Weights of the targets of each source, by their token ids.
+        multiple: Fills both rows up to a multiple of this many tokens, by a last source with one target.
+        is_merged: True to repeat the source for each target, which a merged attention of the decoder needs.
+    """
+    counts, rows, weights = [*map(len, targets)], [*chain.from_iterable(targets)], []
+    for of_source in targets:
+        weights += of_source.values()
+    if is_merged:
+        sources = [source for source, count in zip(sources, counts, strict=True) for _ in range(count)]
+        counts = [1] * len(rows)
+    sides = [[*sources], rows]
+    missing = [-sum(map(len, side)) % multiple for side in sides]
+    if any(missing):
+        counts, weights = [*counts, 1], [*weights, 0.0]
+        for side, pad, count in zip(sides, (0, IGNORED_LABEL), missing, strict=True):
+            side.append([pad] * (count or multiple))
+    batch = {"targets_per_source": torch.tensor(counts), WEIGHT_COLUMN: torch.tensor(weights)}
+    for (ids, sizes), side in zip((("input_ids", "source_lengths"), ("labels", "target_lengths")), sides, strict=True):
+        batch |= {ids: torch.tensor([[*chain.from_iterable(side)]]), sizes: torch.tensor([*map(len, side)])}
+    return batch
+
+
+def unpack(batch: Mapping[str, Any]) -> list[tuple[list[int], Ids]]:
+    """Return the token ids of the pairs of a padded or packed batch, the longest sources first."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    if "source_lengths" in batch:
+        sources = ids[0].split(batch["source_lengths"].tolist())
+        targets = labels[0].split(batch["target_lengths"].tolist())
+    else:
+        sources, targets = [row[mask > 0] for row, mask in zip(ids, batch["attention_mask"], strict=True)], labels
+    pairs = zip(sources, targets, strict=True)
+    rows = [(source.tolist(), tuple(target[target != IGNORED_LABEL].tolist())) for source, target in pairs]
+    # Fillers of a batch have no labels.
+    return sorted((row for row in rows if row[1]), key=lambda row: -len(row[0]))
+
+
+def target_log_probs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the log-probability of each target of a packed row, without dropout and gradients, `(targets)`."""
+    lengths = batch["target_lengths"]
+
+    def add_up(network: PreTrainedModel, hidden_states: torch.Tensor, labels: torch.Tensor, _: Any) -> torch.Tensor:
+        size = chunk_rows(network.config.decoder_vocab_size)
+        parts = zip(hidden_states[0].split(size), labels[0].split(size), strict=True)
+        losses = [cross_entropy(network.project(states).float(), ids, reduction="none") for states, ids in parts]
+        numbers = torch.arange(len(lengths), device=labels.device).repeat_interleave(lengths)
+        return -torch.zeros(len(lengths), device=labels.device).index_add(0, numbers, torch.cat(losses))
+
+    inputs = {name: value for name, value in batch.items() if name != WEIGHT_COLUMN}
+    with torch.no_grad(), evaluating([model]):
+        return model(**inputs, loss_of_states=add_up).loss
+
+
+class RewardTraining(TrainerCallback):
+    """Function that replaces the pairs of a batch by sources with weighted candidates, and logs their mean reward."""
+
+    def __init__(self, recipe: Recipe, tokenizers: TokenizerPair):
+        self.tokenizers, self.recipe, self.score = tokenizers, recipe, load_score(recipe.reward)
+        self.multiple = TOKENS_MULTIPLE if recipe.bf16 or recipe.fp16 else 1
+        # Mean rewards of the sources since the last log.
+        self.rewards: list[float] = []
+        self.has_warned = False
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.rewards and "loss" in (logs or {}):
+            logs["reward"] = state.log_history[-1]["reward"] = sum(self.rewards) / len(self.rewards)
+            self.rewards = []
+
+    def __call__(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a packed batch in place of a batch of pairs."""
+        pairs, device, share = unpack(batch), batch["labels"].device, self.recipe.cross_entropy_share
+        sources, is_merged = [source for source, _ in pairs], model.config.merged_attention
+        rows, log_probs = self._sample(model, sources)
+        rewards = self._rewards(pairs, rows)
+        targets = []
+        for (_, reference), row, values, of_row in zip(pairs, rows, rewards, log_probs, strict=True):
+            weights: Counter[Ids] = Counter()
+            # Equal rewards have no gradient.
+            if np.ptp(values) > 0:
+                for ids, weight in zip(row, WEIGHTS[self.recipe.reward_loss](values, of_row), strict=True):
+                    weights[ids] += (1 - share) * weight
+            if share:
+                weights[reference] += share
+            targets.append(weights)
+        if not any(np.ptp(values) > 0 for values in rewards) and not self.has_warned:
+            logger.warning("The candidates of each source of a batch have equal rewards by %s.", self.recipe.reward)
+            self.has_warned = True
+        learned = [index for index, weights in enumerate(targets) if weights]
+        if not learned:
+            # All processes must compute.
+            learned, targets[0] = [0], Counter({pairs[0][1]: 0.0})
+        row = pack(
+            [sources[index] for index in learned], [targets[index] for index in learned], self.multiple, is_merged
+        )
+        return {name: value.to(device) for name, value in row.items()}
+
+    def _sample(
+        self, model: PreTrainedModel, sources: Sequence[Sequence[int]]
+    ) -> tuple[list[list[Ids]], list[np.ndarray | None]]:
+        """Return the candidates of each source; for the risk, different ones alone, and their log-probabilities."""
+        is_risk = self.recipe.reward_loss == "risk"
+        options = {"num_return_sequences": self.recipe.num_candidates, "search": sample_by_prefix, **_SAMPLING}
+        with torch.autocast(model.device.type, enabled=False):
+            rows = decode(model, sources, batch_size=len(sources), return_scores=is_risk, **options)
+        if not is_risk:
+            return [[tuple(candidate.ids) for candidate in row] for row in rows], [None] * len(rows)
+        scores = [{tuple(candidate.ids): candidate.score for candidate in row} for row in rows]
+        return [[*row] for row in scores], [np.array([*row.values()]) for row in scores]
+
+    def _rewards(self, pairs: Sequence[tuple[list[int], Ids]], rows: Sequence[Sequence[Ids]]) -> list[np.ndarray]:
+        """Return the rewards of the candidates of each source. Equal candidates are scored once."""
+        tokenizers, distinct = self.tokenizers, [[*dict.fromkeys(row)] for row in rows]
+        sources = [tokenizers.source.decode(source, skip_special_tokens=True) for source, _ in pairs]
+        references = tokenizers.decode_targets([reference for _, reference in pairs])
+        owners = [index for index, row in enumerate(distinct) for _ in row]
+        targets = tokenizers.decode_targets([*chain.from_iterable(distinct)])
+        values = self.score([sources[index] for index in owners], targets, [references[index] for index in owners])
+        for index, value in zip_longest(owners, values, fillvalue=math.nan):
+            if not math.isfinite(value):
+                where = f"for the source {sources[index]!r}" if index in owners else f"for {len(owners)} targets"
+                raise MetaphraseError(
+                    f"`reward` {self.recipe.reward} must return a finite number for each target, got {len(values)} numbers, "
+                    f"and {value} {where}."
+                )
+        numbers = iter(values)
+        of_ids = [{ids: next(numbers) for ids in row} for row in distinct]
+        rewards = [np.array([known[ids] for ids in row]) for known, row in zip(of_ids, rows, strict=True)]
+        self.rewards += [float(of_row.mean()) for of_row in rewards]
+        return rewards
