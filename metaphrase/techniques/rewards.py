@@ -10,10 +10,9 @@ arXiv 2402.03300.
 """
 
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, zip_longest
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, TrainerCallback
 
 from metaphrase.analysis.comparison import score_sentences
-from metaphrase.analysis.judges import load_judge
+from metaphrase.analysis.judges import Judge, load_judge
 from metaphrase.data.pairs import WEIGHT_COLUMN
 from metaphrase.decoding.fast_generation import sample_by_prefix
-from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import METRICS
 from metaphrase.inference import decode
 from metaphrase.inference.batches import evaluating
@@ -42,19 +40,15 @@ _SAMPLING = {"do_sample": True, "num_beams": 1, "temperature": 1.0, "top_k": 0, 
 Ids = tuple[int, ...]
 
 
-def load_score(name: str) -> Callable[[Sequence[str], Sequence[str], Sequence[str]], list[float]]:
-    """Return the function of sources, targets and references that a reward names; more is better.
+def load_reward(name: str) -> Judge:
+    """Return the score that a reward names: a metric of `evaluate`, of single sentences from 0 to 1, or a judge."""
+    if name not in METRICS:
+        return load_judge(name, show_progress=False)
 
-    A name is a metric of `evaluate`, of which single sentences are scored from 0 to 1, or a judge: see `load_judge`.
-    """
-    if name in METRICS:
-        sign = -0.01 if is_better_lower(name) else 0.01
-        return lambda _, targets, references: [
-            sign * value for value in score_sentences(METRICS[name].segments(targets, references))
-        ]
-    judge = load_judge(name)
-    sign = -1 if judge.is_better_lower else 1
-    return lambda *texts: [sign * float(value) for value in judge.score(*texts)]
+    def score(_: Any, targets: Sequence[str], references: Sequence[str]) -> list[float]:
+        return [value / 100 for value in score_sentences(METRICS[name].segments(targets, references))]
+
+    return Judge(name, score, is_better_lower(name))
 
 
 def rloo_weights(rewards: np.ndarray, log_probs: np.ndarray | None = None) -> np.ndarray:
@@ -144,7 +138,7 @@ class RewardTraining(TrainerCallback):
     """Function that replaces the pairs of a batch by sources with weighted candidates, and logs their mean reward."""
 
     def __init__(self, recipe: Recipe, tokenizers: TokenizerPair):
-        self.tokenizers, self.recipe, self.score = tokenizers, recipe, load_score(recipe.reward)
+        self.tokenizers, self.recipe, self.judge = tokenizers, recipe, load_reward(recipe.reward)
         self.multiple = TOKENS_MULTIPLE if recipe.bf16 or recipe.fp16 else 1
         # Mean rewards of the sources since the last log.
         self.rewards: list[float] = []
@@ -161,7 +155,7 @@ class RewardTraining(TrainerCallback):
         sources, is_merged = [source for source, _ in pairs], model.config.merged_attention
         rows, log_probs = self._sample(model, sources)
         rewards = self._rewards(pairs, rows)
-        targets = []
+        targets: list[dict[Ids, float]] = []
         for (_, reference), row, values, of_row in zip(pairs, rows, rewards, log_probs, strict=True):
             weights: Counter[Ids] = Counter()
             # Equal rewards have no gradient.
@@ -170,14 +164,14 @@ class RewardTraining(TrainerCallback):
                     weights[ids] += (1 - share) * weight
             if share:
                 weights[reference] += share
-            targets.append(weights)
+            targets.append({ids: weight for ids, weight in weights.items() if weight})
         if not any(np.ptp(values) > 0 for values in rewards) and not self.has_warned:
             logger.warning("The candidates of each source of a batch have equal rewards by %s.", self.recipe.reward)
             self.has_warned = True
         learned = [index for index, weights in enumerate(targets) if weights]
         if not learned:
             # All processes must compute.
-            learned, targets[0] = [0], Counter({pairs[0][1]: 0.0})
+            learned, targets[0] = [0], {pairs[0][1]: 0.0}
         row = pack(
             [sources[index] for index in learned], [targets[index] for index in learned], self.multiple, is_merged
         )
@@ -197,22 +191,12 @@ class RewardTraining(TrainerCallback):
         return [[*row] for row in scores], [np.array([*row.values()]) for row in scores]
 
     def _rewards(self, pairs: Sequence[tuple[list[int], Ids]], rows: Sequence[Sequence[Ids]]) -> list[np.ndarray]:
-        """Return the rewards of the candidates of each source. Equal candidates are scored once."""
-        tokenizers, distinct = self.tokenizers, [[*dict.fromkeys(row)] for row in rows]
+        """Return the rewards of the candidates of each source."""
+        tokenizers, owners = self.tokenizers, [index for index, row in enumerate(rows) for _ in row]
         sources = [tokenizers.source.decode(source, skip_special_tokens=True) for source, _ in pairs]
         references = tokenizers.decode_targets([reference for _, reference in pairs])
-        owners = [index for index, row in enumerate(distinct) for _ in row]
-        targets = tokenizers.decode_targets([*chain.from_iterable(distinct)])
-        values = self.score([sources[index] for index in owners], targets, [references[index] for index in owners])
-        for index, value in zip_longest(owners, values, fillvalue=math.nan):
-            if not math.isfinite(value):
-                where = f"for the source {sources[index]!r}" if index in owners else f"for {len(owners)} targets"
-                raise MetaphraseError(
-                    f"`reward` {self.recipe.reward} must return a finite number for each target, got {len(values)} numbers, "
-                    f"and {value} {where}."
-                )
-        numbers = iter(values)
-        of_ids = [{ids: next(numbers) for ids in row} for row in distinct]
-        rewards = [np.array([known[ids] for ids in row]) for known, row in zip(of_ids, rows, strict=True)]
+        targets = tokenizers.decode_targets([*chain.from_iterable(rows)])
+        columns = [sources[index] for index in owners], targets, [references[index] for index in owners]
+        rewards = np.split(self.judge.utilities(*columns), np.cumsum([*map(len, rows)])[:-1])
         self.rewards += [float(of_row.mean()) for of_row in rewards]
         return rewards

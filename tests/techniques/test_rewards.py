@@ -10,6 +10,7 @@ from small_trainers import make_trainer, small_pairs
 from tiny_generator import tiny_pair
 from tiny_models import DESIGNS, MERGED, tiny_model
 
+from metaphrase.analysis.judges import Judge
 from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.decoding.fast_generation import sample_by_prefix
 from metaphrase.inference import decode
@@ -149,7 +150,7 @@ def test_batch_is_read_back():
 
 
 def make_reward(monkeypatch, score, **fields):
-    monkeypatch.setattr(rewards, "load_score", lambda name: score)
+    monkeypatch.setattr(rewards, "load_reward", lambda name: Judge(name, score, False))
     recipe = Recipe.from_mapping({"train_file": "train.tsv", "reward": "some", "num_candidates": 4, **fields}, "a test")
     return RewardTraining(recipe, tiny_pair())
 
@@ -219,9 +220,9 @@ def test_reward_rises_and_a_resumed_run_is_equal(loss, scores, data, tmp_path):
     assert (cut / "model.safetensors").read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("score", ["not_a_number", "too_few"])
-def test_a_wrong_score_ends_the_run(score, scores, data, tmp_path):
-    with pytest.raises(ValueError, match=f"`reward` {scores}:{score} must return a finite number"):
+@pytest.mark.parametrize(("score", "rule"), [("not_a_number", "finite scores, got nan"), ("too_few", "scores, got 1")])
+def test_a_wrong_score_ends_the_run(score, rule, scores, data, tmp_path):
+    with pytest.raises(ValueError, match=f"`metric` {score} must return .*{rule}"):
         train(data, tmp_path / "run", **FIELDS, reward=f"{scores}:{score}")
 
 
