@@ -88,11 +88,10 @@ def test_mistakes_come_with_their_words_and_end_nothing(pool, generator):
         yield from SOURCES[:4]
         raise OSError("the disk is gone")
 
-    results = []
     with pytest.raises(OSError, match="the disk is gone"):
-        for candidates in pool.generate_stream(lines(), chunk_size=2):
-            results.append(candidates[0].text)
-    assert results == generator.generate(SOURCES[:4])
+        list(pool.generate_stream(lines(), chunk_size=2))
+    rows = pool.generate_stream(SOURCES, chunk_size=2)
+    assert [row[0].text for row in rows] == generator.generate(SOURCES)
 
 
 def test_no_more_is_read_than_a_chunk_for_each_and_one(pool):
