@@ -18,7 +18,7 @@ from metaphrase.errors import MetaphraseError, naming_extra
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
 from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME, checkpoint_to_resume, only_writer
-from metaphrase.training.experiment import Experiment, check_references, make_arguments, make_trainer
+from metaphrase.training.experiment import Experiment, make_arguments, make_trainer
 from metaphrase.training.model_setup import make_model
 from metaphrase.training.recipe.fields import decodes, group_of
 from metaphrase.training.recipe.recipe import Recipe, is_better_lower, learning_rate, saved_recipe
@@ -113,7 +113,6 @@ class Tuning:
                 logger.info("%s", choice)
         self.recipe = recipe = self.experiment.recipe
         self.data = self.experiment.prepare()
-        check_references(self.data, self.experiment.scores)
         self.space, self.start = search_space(recipe)
         score = (recipe.metrics or [DEFAULT_METRIC])[0] if decodes(recipe) else "loss"
         self.metric = (recipe.metric_for_best_model or score).removeprefix("eval_")

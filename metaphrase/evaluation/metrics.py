@@ -190,11 +190,10 @@ def _error_rate(
 
 
 class Metric(NamedTuple):
-    """A score: the function of its statistics, the option that folds case, and what a reference must have, if anything."""
+    """A score: the function of its statistics, and the option that folds case."""
 
     statistics: Callable[..., SegmentStatistics]
     case_option: str | None = None
-    unit: str | None = None
 
     def segments(self, predictions: Sequence[str], references: References, **options) -> SegmentStatistics:
         """Return the statistics of each line, for the score, intervals and tests."""
@@ -209,8 +208,8 @@ METRICS = {
     "ter": Metric(partial(_sacrebleu, TER)),
     "rouge": Metric(_rouge),
     "exact_match": Metric(_exact_match, "ignore_case"),
-    "wer": Metric(partial(_error_rate, "word"), "lowercase", unit="word"),
-    "cer": Metric(partial(_error_rate, "character"), "lowercase", unit="character"),
+    "wer": Metric(partial(_error_rate, "word"), "lowercase"),
+    "cer": Metric(partial(_error_rate, "character"), "lowercase"),
 }
 
 
@@ -247,17 +246,6 @@ def metric_options(
         for name, option in case_options.items():
             options.setdefault(name, {})[option] = True
     return options
-
-
-def check_references(references: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Refuse an error rate of references without a word or character, before any work. The message has a description of them."""
-    metric_options(names)
-    for name in names:
-        unit = METRICS[name].unit
-        if unit is not None and not any(text.split() if unit == "word" else text for text in references):
-            raise MetaphraseError(
-                f"`metrics` must not hold {name} if no reference has a {unit}, got {len(references)} empty {where}."
-            )
 
 
 def compute_metrics(
