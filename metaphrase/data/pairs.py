@@ -386,8 +386,9 @@ class PairSource:
     def name(self) -> str:
         return " and ".join(self.paths) or f"{self.dataset_name} ({self.dataset_split})"
 
-    def load_dataset(self, **options: Any) -> Any:
-        return datasets.load_dataset(self.dataset_name, self.dataset_config_name, split=self.dataset_split, **options)
+    def load_dataset(self, streaming: bool = False) -> Any:
+        place = self.dataset_name, self.dataset_config_name
+        return datasets.load_dataset(*place, split=self.dataset_split, streaming=streaming)
 
     @cached_property
     def offsets(self) -> np.ndarray | None:
@@ -408,16 +409,13 @@ class PairSource:
         starts = [[*offset[: -(-counts[0] // _BLOCK_LINES)], size] for offset, size in zip(offsets, sizes, strict=True)]
         return np.array(starts).T
 
-    def records(self, block: int | None = None, **options: Any) -> Iterator[Record]:
-        """Yield the pairs, or the problem with a pair, one by one: all, or those of a block of `offsets`.
-
-        Options are those of `load_dataset`.
-        """
+    def records(self, block: int | None = None, streaming: bool = False) -> Iterator[Record]:
+        """Yield the pairs, or the problem with a pair, one by one: all, or those of a block of `offsets`."""
         limit, spans = self.max_line_characters, [WHOLE] * len(self.paths)
         if block is not None:
             spans = [*zip(*self.offsets[block : block + 2].tolist(), strict=True)]
         if not self.paths:
-            tables = self.load_dataset(**options).with_format("arrow").iter(_ROWS_PER_READ)
+            tables = self.load_dataset(streaming).with_format("arrow").iter(_ROWS_PER_READ)
             return read_arrow(tables, self.columns, self.name, limit)
         if self.file is None:
             return read_parallel(self.paths[0], self.paths[1], limit, spans)
@@ -425,12 +423,12 @@ class PairSource:
         reader = READERS[Path(path.removesuffix(".gz")).suffix]
         return reader(path, self.columns, limit, *(() if block is None else spans))
 
-    def rows(self, block: int | None = None, **options: Any) -> Iterator[tuple[str, str, str]]:
+    def rows(self, block: int | None = None, streaming: bool = False) -> Iterator[tuple[str, str, str]]:
         """Yield source with prefix, target and problem of each record, empty for a good pair.
 
         A bad pair that is not skipped is a `MetaphraseError`.
         """
-        for record in self.records(block, **options):
+        for record in self.records(block, streaming):
             if isinstance(record, PairProblem):
                 if getattr(self, record.kind) == "error":
                     is_long = record.kind == "line_too_long"
@@ -447,7 +445,7 @@ class PairSource:
     def pairs(self, report: "DataReport | None" = None, block: int | None = None) -> Iterator[tuple[str, str]]:
         """Stream the good pairs, and count all pairs in the report. Each call reads anew."""
         report, num_good = DataReport() if report is None else report, 0
-        for source, target, problem in self.rows(block) if self.paths else self.rows(streaming=True):
+        for source, target, problem in self.rows(block, streaming=True):
             report.read += 1
             if problem:
                 report.add(**{problem: 1})
@@ -491,9 +489,7 @@ def _as_dataset(pairs: list[tuple[str, str]]) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"source": sources, "target": targets})
 
 
-def load_pairs(
-    *, report: DataReport | None = None, cache_dir: str | Path | None = None, **fields: Any
-) -> datasets.Dataset:
+def load_pairs(*, report: DataReport | None = None, **fields: Any) -> datasets.Dataset:
     """Read the columns `source` and `target` of one split, as in `load_pairs(file="pairs.tsv")`, by the fields of `PairSource`.
 
     The counts are added to the report. A changed file is read again.
@@ -501,11 +497,9 @@ def load_pairs(
     source, report = PairSource(**fields), DataReport() if report is None else report
     # All pairs are cached, so that another number of samples needs no new reading.
     key = [repr(replace(source, max_samples=None)), CACHE_VERSION]
-    options: dict[str, Any] = {}
     if not source.paths:
-        options["cache_dir"] = cache_dir
-        key.append(source.load_dataset(**options)._fingerprint)
-    pairs = read_cached(lambda: source.rows(**options), RECORD_FEATURES, key, source.paths, cache_dir)
+        key.append(source.load_dataset()._fingerprint)
+    pairs = read_cached(source.rows, RECORD_FEATURES, key, source.paths)
     problems = pairs.with_format("numpy")["problem"][:]
     counts = Counter(problems.tolist())
     report.add(read=len(pairs), **{kind: counts[kind] for kind in PROBLEMS})
@@ -523,17 +517,13 @@ def load_pairs(
 
 
 def read_cached(
-    read: Callable[[], Iterable[tuple]],
-    features: datasets.Features,
-    key: Any,
-    paths: Iterable[str],
-    cache_dir: str | Path | None = None,
+    read: Callable[[], Iterable[tuple]], features: datasets.Features, key: Any, paths: Iterable[str]
 ) -> datasets.Dataset:
     """Return the rows that `read` yields, from a file written once for each key and each state of the files in `paths`."""
     # `Dataset.from_generator` takes five times as long, since it writes row by row.
     stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
     fingerprint = Hasher.hash((key, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)))
-    cached = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "metaphrase" / f"{fingerprint}.arrow"
+    cached = Path(datasets.config.HF_DATASETS_CACHE) / "metaphrase" / f"{fingerprint}.arrow"
     if not cached.exists():
         cached.parent.mkdir(parents=True, exist_ok=True)
         # Machines may share the folder.

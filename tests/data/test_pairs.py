@@ -24,11 +24,13 @@ PAIRS = [("One house.", "Ein Haus."), ('A "quoted" word', 'Ein "Wort", so'), ("G
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
     def load_cached(**options):
         names = ("file", "source_file", "target_file")
         paths = {name: tmp_path / options[name] for name in names if name in options}
-        return load_pairs(**{**options, **paths}, cache_dir=tmp_path / "cache")
+        return load_pairs(**{**options, **paths})
 
     return load_cached
 
@@ -377,7 +379,8 @@ def test_a_sample_tells_the_number_of_pairs(tmp_path, monkeypatch, name):
     assert sorted(whole["source"][:]) == sorted(pair[0] for pair in source.pairs()) and number == 4000
 
 
-def test_machines_that_share_a_cache_read_a_file_once(tmp_path):
+def test_machines_that_share_a_cache_read_a_file_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     begun, readings = threading.Event(), []
 
     def read():
@@ -389,8 +392,8 @@ def test_machines_that_share_a_cache_read_a_file_once(tmp_path):
 
     features = datasets.Features({"source": datasets.Value("string")})
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(read_cached, read, features, "key", [], tmp_path)
+        first = pool.submit(read_cached, read, features, "key", [])
         begun.wait()
-        second = pool.submit(read_cached, read, features, "key", [], tmp_path)
+        second = pool.submit(read_cached, read, features, "key", [])
         assert first.result()["source"][:] == second.result()["source"][:] == ["the cat"]
     assert len(readings) == 1
