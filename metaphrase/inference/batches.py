@@ -142,17 +142,15 @@ longest_target = functools.partial(_num_positions, method="get_decoder", name="d
 
 @contextlib.contextmanager
 def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Set models to evaluation mode, and restore the mode of each module afterwards."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
+    """Set models to evaluation mode, and restore their mode afterwards."""
+    modes = [model.training for model in models]
     for model in models:
         model.eval()
     try:
         yield
     finally:
-        # A module comes before its submodules, whose modes `train` changes. A stack also acts on a call of `train`.
-        for module, was_training in modes:
-            if module.training != was_training:
-                module.train(was_training)
+        for model, mode in zip(models, modes, strict=True):
+            model.train(mode)
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
