@@ -12,7 +12,7 @@ from pathlib import Path
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import ScoredText
-from metaphrase.storage.folders import WriteLock
+from metaphrase.storage.folders import write_lock
 
 _SEPARATOR = " ||| "
 # Names of files that load with the `config.json` beside them: weights, tokenizers, settings and code.
@@ -94,7 +94,7 @@ class OutputFile(contextlib.ExitStack):
         with contextlib.ExitStack() as stack:
             # Mode `w` would empty the file at once.
             self._stream = stack.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
-            stack.enter_context(WriteLock(path, name))
+            stack.enter_context(write_lock(path, name))
             # Where the first write cuts the file. Pipes and devices cannot be truncated.
             self._end = 0 if os.path.isfile(path) else None
             if resume:
