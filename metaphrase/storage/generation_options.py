@@ -21,7 +21,7 @@ class Option(NamedTuple):
 
 
 # A larger length or beam would fill the memory.
-_MAX_LENGTH, _MAX_BEAMS, _MAX_LAYERS = 2**20, 10_000, 1000
+_MAX_LENGTH, _MAX_BEAMS = 2**20, 10_000
 _LAST_ID = 2**31 - 1
 GENERATION_OPTIONS: dict[str, Option] = {
     "max_length": Option(int, "maximum tokens of a target", 0, _MAX_LENGTH),
@@ -62,9 +62,7 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
     Options that this file does not describe, ids and None are not checked. `where` is the origin of the options, for the error.
     """
     for name, value in options.items():
-        # Numbers of layers are checked too: a network of a million would never be built.
-        is_depth = name.endswith("_layers") and type(value) is int
-        option = Option(int, "layers", 0, _MAX_LAYERS) if is_depth else GENERATION_OPTIONS.get(name)
+        option = GENERATION_OPTIONS.get(name)
         if option is None or value is None or name.endswith("_token_id"):
             continue
         if option.low is None:
