@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import pickle
-import random
 import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from metaphrase.errors import OF_FIRST_PROCESS, MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
@@ -141,11 +140,9 @@ def seed_process(arguments: TrainingArguments, accelerator: Accelerator) -> None
     """Seed each process but the first anew, so that each drops different entries. transformers seeds all processes alike."""
     # Processes that share a batch must drop alike.
     if arguments.process_index > 0 and is_data_parallel(arguments, accelerator):
-        words = np.random.SeedSequence([arguments.seed, arguments.process_index]).generate_state(3).tolist()
-        random.seed(words[0])
-        np.random.seed(words[1])  # noqa: NPY002
-        # Accelerators too.
-        torch.manual_seed(words[2])
+        # Neither processes nor seeds share numbers.
+        state = np.random.SeedSequence([arguments.seed, arguments.process_index]).generate_state(1)
+        set_seed(state.item())
 
 
 def check_same_in_all(**facts: Any) -> None:
