@@ -567,31 +567,14 @@ def split_pairs(
 ) -> datasets.DatasetDict:
     """Hold out validation and test pairs, so that no source text occurs in two splits. Each split keeps the order of the pairs.
 
-    Pairs with the same source (except for white space around it) stay together. The choice depends on the seed and the
-    source texts alone, not on the order of the pairs or on library versions. `keep_rare_words` leaves a source in training that
-    has a word of no other source.
+    Pairs with the same source (except for white space around it) stay together, so that a split may have fewer pairs than its
+    number. The choice depends on the seed and the source texts alone, not on the order of the pairs or on library versions.
+    `keep_rare_words` leaves a source in training that has a word of no other source.
 
     Raises:
-        MetaphraseError: If a number is negative, no pair would be left for training, or no groups of pairs add up to a number.
+        MetaphraseError: If a number is negative, or no pair would be left for training.
     """
-    if num_validation < 0 or num_test < 0 or num_validation + num_test >= len(dataset):
-        shown = f"{num_validation} and {num_test} of {len(dataset)}"
-        raise MetaphraseError(f"`num_validation` and `num_test` must leave pairs for training, got {shown}.")
     sizes = {"validation": num_validation, "test": num_test}
-    splits = rows_of_splits(dataset, sizes, seed, keep_rare_words)
-    for name, size in sizes.items():
-        if len(splits[name]) != size:
-            possible = len(splits[name])
-            raise MetaphraseError(
-                f"`num_{name}` must not divide pairs of one source: {possible} is possible, got {size}."
-            )
-    return datasets.DatasetDict({name: dataset.select(sorted(rows)) for name, rows in splits.items() if rows})
-
-
-def rows_of_splits(
-    dataset: datasets.Dataset, sizes: dict[str, int], seed: int, keep_rare_words: bool = False
-) -> dict[str, list[int]]:
-    """Return the rows of each split, with at most `sizes` rows. All other rows are for training."""
     groups: dict[str, list[int]] = defaultdict(list)
     for row, source in enumerate(column_texts(dataset, "source")):
         groups[source.strip()].append(row)
@@ -602,4 +585,11 @@ def rows_of_splits(
         free = (name for name, size in sizes.items() if len(splits[name]) + len(rows) <= size)
         split = "train" if any(counts.get(word) == 1 for word in source.split()) else next(free, "train")
         splits[split].extend(rows)
-    return splits
+    if num_validation < 0 or num_test < 0 or not splits["train"]:
+        shown = f"{num_validation} and {num_test} of {len(dataset)}"
+        raise MetaphraseError(f"`num_validation` and `num_test` must leave pairs for training, got {shown}.")
+    for name, size in sizes.items():
+        if len(splits[name]) < size:
+            text = "`num_%s` is %d, and %d pairs are taken out of training: pairs with the same source stay together."
+            logger.info(text, name, size, len(splits[name]))
+    return datasets.DatasetDict({name: dataset.select(sorted(rows)) for name, rows in splits.items() if rows})

@@ -262,13 +262,12 @@ def test_sources_with_rare_words_stay_in_training():
     assert split_pairs(pairs, 3, 2)["train"]["source"] != held_out["train"]["source"]
 
 
-def test_split_refuses_impossible_numbers():
+def test_split_takes_as_many_as_possible_and_leaves_some_for_training():
     pairs = in_memory([("a", "1"), ("a", "2"), ("b", "3"), ("b", "4")])
     for numbers in ((4, 0), (2, 2), (-1, 0)):
         with pytest.raises(ValueError, match="num_validation"):
             split_pairs(pairs, *numbers)
-    with pytest.raises(ValueError, match="must not divide pairs of one source"):
-        split_pairs(pairs, 1, 0)
+    assert {name: len(split) for name, split in split_pairs(pairs, 3, 1).items()} == {"train": 2, "validation": 2}
 
 
 @pytest.mark.parametrize("name", ["a.tsv.gz", "a.csv", "a.jsonl", "a.json", "a.parquet", "s.txt"])
