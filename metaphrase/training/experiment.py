@@ -303,8 +303,6 @@ def make_trainer(
         sample = ValidationSample(validation, recipe.max_decoded_samples, bool(recipe.tasks), data.tokenizers, scores)
     if recipe.freeze and recipe.freeze_steps is not None:
         callbacks.append(needed_plugin("frozen_start", "freeze_steps")(recipe.freeze, recipe.freeze_steps))
-    if (make_alerts := plugin("training_alerts")) is not None:
-        callbacks.append(make_alerts(scores.metrics))
     trainer = MetaphraseTrainer(
         model=model,
         args=arguments,
