@@ -196,7 +196,7 @@ def target_limits(model: Any, options: Mapping[str, Any], source_lengths: Iterab
     return [limit if limit > length else None for limit in (min(limit, most or limit) for limit in doubled)]
 
 
-def generate_hypotheses(
+def decode(
     model: PreTrainedModel | Engine,
     sources: Sequence[Sequence[int]],
     *,
@@ -261,10 +261,6 @@ def generate_hypotheses(
             if on_batch is not None:
                 on_batch(len(batch))
     return results
-
-
-# The public name.
-decode = generate_hypotheses
 
 
 def _make_generate(

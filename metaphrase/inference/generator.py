@@ -522,7 +522,7 @@ class Generator(TextStream):
         if self.engine_choice is not None and ids:
             sizes = self.batch_size, plan.return_scores, bool(partners)
             model = self.engine_choice.choose(model, plan.options, ids, *sizes)
-        hypotheses = batches.generate_hypotheses(
+        hypotheses = batches.decode(
             model,
             ids,
             options=plan.options,
