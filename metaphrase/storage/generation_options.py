@@ -104,11 +104,11 @@ def resolve_settings(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]
     return model.generation_config.to_dict() | ({} if config is None else config.to_diff_dict()) | dict(arguments)
 
 
-def length_limits(model: Any, arguments: Mapping[str, Any], prompt_length: int = 1) -> tuple[int, int | None]:
-    """Return the least and most tokens of a target, with the prompt, by the arguments of `generate()`."""
+def length_limits(model: Any, arguments: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return the least and most tokens of a target, with the start token, by the arguments of `generate()`."""
     settings = resolve_settings(model, arguments)
     limits = []
     for length, new_tokens in (("min_length", "min_new_tokens"), ("max_length", "max_new_tokens")):
         new = settings.get(new_tokens)
-        limits.append(settings.get(length) if new is None else new + prompt_length)
+        limits.append(settings.get(length) if new is None else new + 1)
     return limits[0] or 0, limits[1]
