@@ -291,10 +291,6 @@ class DenoisingDataset(EpochPairs):
         block_length = len(self.blocks[0]["input_ids"])
         sides = objective.lengths(block_length)
         self._lengths = dict(zip(self.column_names[2:], (*sides, sum(sides)), strict=True))
-        if isinstance(objective, SpanCorruption) and objective.num_sentinels(block_length) == 1:
-            logger.warning(
-                "A single span is hidden, always the end of a block. Set longer blocks, more noise, or shorter spans."
-            )
 
     def __len__(self) -> int:
         return len(self.blocks)
