@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-from safetensors import SafetensorError
 from transformers import AutoModelForSeq2SeqLM, AutoModelForTextEncoding, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
@@ -54,12 +53,7 @@ def load_pretrained(name_or_path: str | os.PathLike, *, trust_remote_code: bool,
     options["use_safetensors"] = True
     # The shapes go into the error below, in place of transformers' table.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": trust_remote_code}
-    try:
-        model, info = auto_class.from_pretrained(name_or_path, **options)
-    except SafetensorError as error:
-        raise MetaphraseError(
-            f"A checkpoint must hold whole weights, got {os.fspath(name_or_path)}: {error}."
-        ) from error
+    model, info = auto_class.from_pretrained(name_or_path, **options)
     if mismatched := sorted(info["mismatched_keys"]):
         name, shape, expected = mismatched[0]
         raise MetaphraseError(
