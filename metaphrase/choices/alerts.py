@@ -11,8 +11,9 @@ from datasets import Dataset
 from metaphrase.data.pairs import SPLITS, column_texts
 from metaphrase.evaluation.evaluate import spread
 from metaphrase.inference.batches import target_limits
+from metaphrase.storage.generation_options import length_limits
 from metaphrase.training.corpora import PairCorpus
-from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.recipe.recipe import Recipe, learning_rate
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
 def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> Iterator[str]:
     """Yield alerts of a complete recipe with its training arguments, encoded corpus and model, before training."""
     width = model.config.hidden_size
-    rate, usual = arguments.learning_rate, 2e-3 * (256 / max(128, width)) ** 0.75
+    rate, usual = arguments.learning_rate, learning_rate(max(128, width))
     kind, lowest, highest, advice = "a new network", usual / 10, 2.5 * usual, f"{usual:.1g}"
     if recipe.lora_rank is not None:
         kind, lowest, highest, advice = "an adapter", 1e-5, 10 * usual, "1e-4 to 1e-3"
@@ -110,10 +111,8 @@ def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> 
 
 
 def length_limit(model: Any) -> int:
-    """Return the maximum tokens of an output, end of sequence included."""
-    config = model.generation_config
-    # Without both, `generate()` ends at 20 tokens.
-    return config.max_new_tokens or (config.max_length or 21) - 1
+    """Return the maximum tokens of an output, end of sequence included. By default, `generate()` ends at 20."""
+    return (length_limits(model, {})[1] or 21) - 1
 
 
 # Outputs
