@@ -17,7 +17,7 @@ from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder
 from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
 from metaphrase.evaluation.evaluate import spread
-from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.distributed import from_first_process, is_adapted
 from metaphrase.training.experiment import Experiment, make_arguments, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
@@ -109,12 +109,6 @@ class RunEstimate:
 
 def _format_bytes(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
-
-
-def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
-    """Return a model on the meta device, which takes no memory."""
-    with torch.device("meta"):
-        return MetaphraseForConditionalGeneration(config)
 
 
 def plan_batches(

@@ -3,7 +3,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, WIDTHS, arguments_of, batch_and_shape, training_model
+from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, WIDTHS, arguments_of, batch_and_shape, meta_model, training_model
 from small_experiments import make_recipe
 from small_trainers import with_lengths
 from tiny_generator import save_generator, tiny_generator
@@ -11,7 +11,7 @@ from tiny_models import tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from metaphrase.choices.estimate import dry_run, estimate_run, meta_model
+from metaphrase.choices.estimate import dry_run, estimate_run
 from metaphrase.choices.memory import BatchShape, Precision, StateMemory, estimate_activations, optimizer_bytes
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import TokenBudgetSampler
