@@ -340,8 +340,6 @@ def estimate_states(
     states = [(weight.numel() * weight.element_size(), weight.requires_grad) for weight in model.parameters()]
     weights, trained = sum(size for size, _ in states), sum(size for size, is_trained in states if is_trained)
     is_deepspeed, is_fsdp = (sharding.engine == engine for engine in ("deepspeed", "fsdp"))
-    # accelerate lets each device add up whole gradients, and shares out those of the last batch.
-    keeps_whole_gradients = is_fsdp and accumulates
     if is_deepspeed and precision.compute_bytes < FLOAT32_BYTES:
         # Weights and gradients are in half precision. The optimizer holds the float32 weights that it updates.
         optimizer += trained
@@ -362,7 +360,8 @@ def estimate_states(
         units = element * min(2 * max(sizes, default=0) + entries - sum(sizes), entries)
         gathered = units if stage == 3 else element * entries * is_fsdp
         buffers = 2 * element * min(sharding.bucket_entries, entries) if is_deepspeed else units
-        if keeps_whole_gradients:
+        if is_fsdp and accumulates:
+            # accelerate lets each device add up whole gradients, and shares out those of the last batch.
             buffers = element * model.num_parameters(only_trainable=True)
     is_away = sharding.is_offloaded and is_fsdp
     return StateMemory(
@@ -372,5 +371,5 @@ def estimate_states(
         gradients=0 if is_away else share(trained, 2),
         buffers=buffers,
         optimizer=0 if sharding.is_offloaded else share(optimizer, 1),
-        gradients_persist=(accumulates and not keeps_whole_gradients) or is_deepspeed,
+        gradients_persist=(accumulates and not is_fsdp) or is_deepspeed,
     )
