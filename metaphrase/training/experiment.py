@@ -164,12 +164,11 @@ class Experiment:
             beginning = TrainerCallback()
             beginning.on_train_begin = lambda *_, **__: self._write_provenance()
             trainer.add_callback(beginning)
-        listening: contextlib.AbstractContextManager = contextlib.nullcontext()
         # Several processes would each end after another update. Workers end at once.
-        if arguments.world_size == 1 and not arguments.dataloader_num_workers:
+        can_end = arguments.world_size == 1 and not arguments.dataloader_num_workers
+        if can_end:
             trainer.add_callback(self.interrupt)
-            listening = self.interrupt.listening()
-        with listening:
+        with self.interrupt.listening() if can_end else contextlib.nullcontext():
             trainer.train(resume_from_checkpoint=self.checkpoint)
         if recipe.average_last is not None or recipe.average_best is not None:
             needed_plugin("average", "average_best")(recipe, trainer, self.folder)

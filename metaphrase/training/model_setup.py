@@ -1,5 +1,6 @@
 """Setup of a run: its tokenizers, and its model, which may be a base model that is fitted to them, and how it decodes."""
 
+import contextlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -25,7 +26,6 @@ from metaphrase.training.recipe.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 _DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
-
 # Other families with a table of positions. FSMT and M2M100 extend theirs when needed.
 _TABLED_FAMILIES = {"bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus"}
 _TABLED_FAMILIES |= {"plbart"}
@@ -147,10 +147,8 @@ def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
     if with_weights:
         return load_pretrained(name, dtype=dtype, trust_remote_code=False)
     model = AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    try:
+    with contextlib.suppress(OSError):  # It has none.
         model.generation_config = GenerationConfig.from_pretrained(name)
-    except OSError:
-        logger.debug("%s has no generation config of its own.", name)
     return model
 
 
