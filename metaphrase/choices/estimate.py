@@ -38,6 +38,7 @@ _NOTE_ON_FSDP = "accelerate shares weights by FSDP on accelerators alone: on a C
 @dataclass(frozen=True)
 class RunEstimate:
     """Needs of a run. Bytes are those of one device, batches those of all devices. Tokens do not count padding.
+    Those of an objective that draws how long its pairs are, such as `ul2`, are the most that may come.
 
     Attributes:
         largest_batch: The batch that needs most memory. `activations` are its bytes.
@@ -272,11 +273,7 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
     multiple, start = pad_to_multiple_of(arguments), recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None
     options: dict[str, Any] = {"devices": devices, "tokens_per_second": rate, "scale": data.corpus.scale}
     options |= {"pad_to_multiple_of": multiple, "r_drop_start_step": start}
-    estimate = estimate_run(model, arguments, lengths, max_tokens_per_batch=recipe.max_tokens_per_batch, **options)
-    if (objective := getattr(train, "objective", None)) is not None and not objective.lengths_are_exact:
-        note = "Tokens, and what follows from them, are the most that may come: the objective draws how long its pairs are."
-        estimate.notes.append(note)
-    return estimate
+    return estimate_run(model, arguments, lengths, max_tokens_per_batch=recipe.max_tokens_per_batch, **options)
 
 
 def _measured_rate(

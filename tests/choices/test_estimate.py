@@ -132,19 +132,6 @@ def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique
     assert (part.state.gradients, part.state.optimizer) == (4 * trained, 8 * trained)
 
 
-@pytest.mark.parametrize(
-    ("objective", "is_exact"),
-    [("span_corruption", True), ("ul2", False), ("text_infilling", False), ("prefix_lm", False)],
-)
-def test_what_an_objective_draws_is_told_to_be_a_bound(data, tmp_path, objective, is_exact):
-    fields = {"objective": objective, "train_text_file": "train.de", "validation_text_file": "validation.de"}
-    fields |= dict.fromkeys(("train_file", "validation_file", "test_file", "vocab_size", "metric_for_best_model"))
-    fields |= {"num_sentinels": None if objective in ("text_infilling", "prefix_lm") else 60, "tokenizer_kind": "byte"}
-    estimate = dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields)), devices=1)
-    assert ("are the most that may come" in str(estimate)) is not is_exact
-    assert "unknown" in str(estimate), "no time is measured for other devices"
-
-
 class LiveBytes(TorchDispatchMode):
     """A context that counts the bytes of live storages made by operations: `now`, and at the peak `most`."""
 
