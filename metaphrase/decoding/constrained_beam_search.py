@@ -1,6 +1,6 @@
 """Constrained beam search: targets that contain given phrases.
 
-Hypotheses compete only with hypotheses that have met as many tokens of the phrases. All share one beam of fixed width.
+Hypotheses compete only with hypotheses that lack as many tokens of the phrases. All share one beam of fixed width.
 
 Source: Hokamp and Liu 2017 (arXiv 1704.07138); Post and Vilar 2018, section 3 (arXiv 1804.06609).
 """
