@@ -7,9 +7,9 @@ import argparse
 from bisect import bisect_right
 from pathlib import Path
 
+import torch
 from transformers import TrainingArguments
 
-from metaphrase.choices.estimate import meta_model
 from metaphrase.choices.memory import (
     BatchShape,
     Precision,
@@ -38,6 +38,12 @@ _GIBIBYTE = 2**30
 # Gigabytes of devices as they are sold, and the share of them that the estimate may fill: it leaves out the allocator's losses.
 MEMORIES, USABLE = (24, 80, 141), 0.8
 LARGEST_DEVICES, LARGEST_LAYERS, WIDTH_STEP = (1, 8, 64), 24, 128
+
+
+def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
+    """Return a model on the meta device, which takes no memory."""
+    with torch.device("meta"):
+        return MetaphraseForConditionalGeneration(config)
 
 
 def batch_of(pairs: int, source: int, target: int) -> BatchShape:

@@ -96,7 +96,7 @@ def measure_pairs(folder: Path, count: int) -> tuple[dict, datasets.Dataset]:
         kept = sum(1 for _ in file) / count
     elapsed, _ = timed(lambda: sum(1 for _ in PairSource(file=large).records()))
     rates["scan"] = count / elapsed
-    elapsed, pairs = timed(lambda: load_pairs(file=large, cache_dir=folder))
+    elapsed, pairs = timed(lambda: load_pairs(file=large))
     rates["read"] = count / elapsed
     sample = pairs.select(range(min(count, 50_000)))
     tokenizer = train_tokenizer(

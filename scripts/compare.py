@@ -13,7 +13,7 @@ from metaphrase.analysis import pages
 from metaphrase.analysis.comparison import TestSet, compare, compute_segments, external_segments
 from metaphrase.analysis.judges import load_judge
 from metaphrase.errors import MetaphraseError
-from metaphrase.evaluation.metrics import METRICS, check_references, metric_options, write_metrics
+from metaphrase.evaluation.metrics import METRICS, metric_options, write_metrics
 from metaphrase.inference.line_files import check_files
 from metaphrase.scripts.parsers import check_dependents, given_options
 from metaphrase.storage.folders import check_writable
@@ -42,7 +42,6 @@ def main(arguments: argparse.Namespace) -> None:
         check_files(inputs, path)
         check_writable(Path(path).parent, "output")
     test_set, external = read_systems(arguments)
-    check_references(test_set.references, metrics, "references")
     segments = compute_segments(test_set, metrics, options)
     if external:
         segments[external_name] = external_segments(external)

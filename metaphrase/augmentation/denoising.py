@@ -38,11 +38,8 @@ _SHORTEST_BLOCK, _LONGEST_BLOCK = 2, 2**40
 class Objective:
     """Function from a block of ids `(tokens,)` to source and target. Each has an end-of-sequence token."""
 
-    # If false, `lengths` are upper bounds.
-    lengths_are_exact = False
-
     def lengths(self, block_length: int) -> tuple[int, int]:
-        """Return the tokens of source and target of a block, with end-of-sequence tokens."""
+        """Return the most tokens of source and target of a block, with end-of-sequence tokens."""
         return block_length + 1, block_length + 1
 
     def num_sentinels(self, block_length: int) -> int:
@@ -74,7 +71,6 @@ class SpanCorruption(Objective):
     eos_token_id: int
     noise_density: float = 0.15
     mean_span_length: float = 3.0
-    lengths_are_exact = True
 
     def count_noise(self, block_length: int) -> tuple[int, int]:
         """Return the numbers of hidden tokens and of spans of a block."""
@@ -291,10 +287,6 @@ class DenoisingDataset(EpochPairs):
         block_length = len(self.blocks[0]["input_ids"])
         sides = objective.lengths(block_length)
         self._lengths = dict(zip(self.column_names[2:], (*sides, sum(sides)), strict=True))
-        if isinstance(objective, SpanCorruption) and objective.num_sentinels(block_length) == 1:
-            logger.warning(
-                "A single span is hidden, always the end of a block. Set longer blocks, more noise, or shorter spans."
-            )
 
     def __len__(self) -> int:
         return len(self.blocks)

@@ -19,7 +19,7 @@ import torch
 from metaphrase.choices import rules
 from metaphrase.choices.estimate import estimate_recipe, sampled_data
 from metaphrase.data.encoding import PairEncoder
-from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, column_texts, data_seed, rows_of_splits, split_pairs
+from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, column_texts, data_seed, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.engines.engine_choice import free_main_memory
 from metaphrase.errors import MetaphraseError
@@ -150,9 +150,8 @@ def _choose_from_files(recipe: Recipe, corpus: PairCorpus) -> Recipe:
     recipe = rules.choose_from_text(recipe, rules.CorpusProfile.of(train, corpus.scale))
     if has_open_size and recipe.num_validation:
         # Pairs with the same source stay together.
-        sizes = {"validation": recipe.num_validation, "test": recipe.num_test}
-        splits = rows_of_splits(train, sizes, data_seed(recipe), recipe.keep_rare_words)
-        recipe = recipe.replace(num_validation=len(splits["validation"]))
+        splits = split_pairs(train, recipe.num_validation, 0, data_seed(recipe), recipe.keep_rare_words)
+        recipe = recipe.replace(num_validation=len(splits.get("validation", ())))
     if recipe.is_open("bf16", "fp16", "use_cpu") and has_fast_bfloat16():
         recipe = recipe.choose("this machine multiplies matrices faster in bfloat16", bf16=True)
     return recipe

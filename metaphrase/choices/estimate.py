@@ -18,7 +18,7 @@ from metaphrase.data.collators import PackedCollator, PairCollator, with_decoder
 from metaphrase.data.pairs import LENGTH_COLUMNS, WEIGHT_COLUMN, data_seed
 from metaphrase.data.token_budget import LengthGroupedSampler, TokenBudgetSampler
 from metaphrase.evaluation.evaluate import spread
-from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
+from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.distributed import from_first_process, is_adapted
 from metaphrase.training.experiment import Experiment, make_arguments, make_reward, pad_to_multiple_of
 from metaphrase.training.model_setup import Data, make_model
@@ -39,6 +39,7 @@ _NOTE_ON_FSDP = "accelerate shares weights by FSDP on accelerators alone: on a C
 @dataclass(frozen=True)
 class RunEstimate:
     """Needs of a run. Bytes are those of one device, batches those of all devices. Tokens do not count padding.
+    Those of an objective that draws how long its pairs are, such as `ul2`, are the most that may come.
 
     Attributes:
         largest_batch: The batch that needs most memory. `activations` are its bytes.
@@ -110,12 +111,6 @@ class RunEstimate:
 
 def _format_bytes(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
-
-
-def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
-    """Return a model on the meta device, which takes no memory."""
-    with torch.device("meta"):
-        return MetaphraseForConditionalGeneration(config)
 
 
 def plan_batches(
@@ -279,11 +274,7 @@ def estimate_recipe(recipe: Recipe, data: Data, devices: int | None = None) -> R
     multiple, start = pad_to_multiple_of(arguments), recipe.r_drop_start_step if recipe.r_drop_alpha > 0 else None
     options: dict[str, Any] = {"devices": devices, "tokens_per_second": rate, "scale": data.corpus.scale}
     options |= {"pad_to_multiple_of": multiple, "r_drop_start_step": start}
-    estimate = estimate_run(model, arguments, lengths, max_tokens_per_batch=recipe.max_tokens_per_batch, **options)
-    if (objective := getattr(train, "objective", None)) is not None and not objective.lengths_are_exact:
-        note = "Tokens, and what follows from them, are the most that may come: the objective draws how long its pairs are."
-        estimate.notes.append(note)
-    return estimate
+    return estimate_run(model, arguments, lengths, max_tokens_per_batch=recipe.max_tokens_per_batch, **options)
 
 
 def _measured_rate(

@@ -240,8 +240,6 @@ class Sharding:
         engine: `ddp`, `fsdp` or `deepspeed`; their buffers differ.
         is_offloaded: True if the optimizer's share is in host memory.
         bucket_entries: DeepSpeed's `reduce_bucket_size`.
-        syncs_each_batch: True if FSDP shares out the gradients of each accumulated batch. By default, accelerate lets each device
-            add up whole gradients, and shares out those of the last batch.
     """
 
     devices: int = 1
@@ -249,7 +247,6 @@ class Sharding:
     engine: str = "ddp"
     is_offloaded: bool = False
     bucket_entries: int = 0
-    syncs_each_batch: bool = False
 
     @classmethod
     def of(cls, arguments: TrainingArguments, devices: int | None = None) -> "Sharding":
@@ -267,8 +264,7 @@ class Sharding:
             reshards = plugin.get("reshard_after_forward", os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"))
             offloads = plugin.get("cpu_offload", parse_flag_from_env("FSDP_OFFLOAD_PARAMS"))
             stage = 2 if str(reshards).lower() in ("false", "shard_grad_op", "2") else 3
-            sync = (arguments.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", False)
-            return cls(devices, stage, "fsdp", bool(offloads), syncs_each_batch=sync)
+            return cls(devices, stage, "fsdp", bool(offloads))
         return cls(devices)
 
     def __str__(self) -> str:
@@ -344,7 +340,6 @@ def estimate_states(
     states = [(weight.numel() * weight.element_size(), weight.requires_grad) for weight in model.parameters()]
     weights, trained = sum(size for size, _ in states), sum(size for size, is_trained in states if is_trained)
     is_deepspeed, is_fsdp = (sharding.engine == engine for engine in ("deepspeed", "fsdp"))
-    keeps_whole_gradients = is_fsdp and accumulates and not sharding.syncs_each_batch
     if is_deepspeed and precision.compute_bytes < FLOAT32_BYTES:
         # Weights and gradients are in half precision. The optimizer holds the float32 weights that it updates.
         optimizer += trained
@@ -365,7 +360,8 @@ def estimate_states(
         units = element * min(2 * max(sizes, default=0) + entries - sum(sizes), entries)
         gathered = units if stage == 3 else element * entries * is_fsdp
         buffers = 2 * element * min(sharding.bucket_entries, entries) if is_deepspeed else units
-        if keeps_whole_gradients:
+        if is_fsdp and accumulates:
+            # accelerate lets each device add up whole gradients, and shares out those of the last batch.
             buffers = element * model.num_parameters(only_trainable=True)
     is_away = sharding.is_offloaded and is_fsdp
     return StateMemory(
@@ -375,5 +371,5 @@ def estimate_states(
         gradients=0 if is_away else share(trained, 2),
         buffers=buffers,
         optimizer=0 if sharding.is_offloaded else share(optimizer, 1),
-        gradients_persist=(accumulates and not keeps_whole_gradients) or is_deepspeed,
+        gradients_persist=(accumulates and not is_fsdp) or is_deepspeed,
     )

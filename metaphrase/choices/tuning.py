@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, set_seed
 
-from metaphrase.choices.alerts import TrainingAlerts
 from metaphrase.choices.completion import complete
 from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.errors import MetaphraseError, naming_extra
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.training.callbacks import ProgressLog, TimeBudget, parse_seconds
 from metaphrase.training.checkpoints import DEFAULT_METRIC, RECIPE_NAME, checkpoint_to_resume, only_writer
-from metaphrase.training.experiment import Experiment, check_references, make_arguments, make_trainer
+from metaphrase.training.experiment import Experiment, make_arguments, make_trainer
 from metaphrase.training.model_setup import make_model
 from metaphrase.training.recipe.fields import decodes, group_of
 from metaphrase.training.recipe.recipe import Recipe, is_better_lower, learning_rate, saved_recipe
@@ -113,7 +112,6 @@ class Tuning:
                 logger.info("%s", choice)
         self.recipe = recipe = self.experiment.recipe
         self.data = self.experiment.prepare()
-        check_references(self.data, self.experiment.scores)
         self.space, self.start = search_space(recipe)
         score = (recipe.metrics or [DEFAULT_METRIC])[0] if decodes(recipe) else "loss"
         self.metric = (recipe.metric_for_best_model or score).removeprefix("eval_")
@@ -166,8 +164,7 @@ class Tuning:
         trainer = make_trainer(recipe, arguments, self.data, make_model(recipe, self.data), self.experiment.scores)
         deadline = min(self.deadline, time.time() + self.seconds)
         trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
-        for printer in (ProgressLog, TrainingAlerts):
-            trainer.remove_callback(printer)
+        trainer.remove_callback(ProgressLog)
         trainer.add_callback(scores)
         try:
             trainer.train()

@@ -403,8 +403,9 @@ class PairSource:
     def name(self) -> str:
         return " and ".join(self.paths) or f"{self.dataset_name} ({self.dataset_split})"
 
-    def load_dataset(self, **options: Any) -> Any:
-        return datasets.load_dataset(self.dataset_name, self.dataset_config_name, split=self.dataset_split, **options)
+    def load_dataset(self, streaming: bool = False) -> Any:
+        place = self.dataset_name, self.dataset_config_name
+        return datasets.load_dataset(*place, split=self.dataset_split, streaming=streaming)
 
     @cached_property
     def offsets(self) -> np.ndarray | None:
@@ -424,16 +425,13 @@ class PairSource:
         starts = [[*offset[: -(-counts[0] // _BLOCK_LINES)], size] for offset, size in zip(offsets, sizes, strict=True)]
         return np.array(starts).T
 
-    def records(self, block: int | None = None, **options: Any) -> Iterator[Record]:
-        """Yield the pairs, or the problem with a pair, one by one: all, or those of a block of `offsets`.
-
-        Options are those of `load_dataset`.
-        """
+    def records(self, block: int | None = None, streaming: bool = False) -> Iterator[Record]:
+        """Yield the pairs, or the problem with a pair, one by one: all, or those of a block of `offsets`."""
         limit, spans = self.max_line_characters, [WHOLE] * len(self.paths)
         if block is not None:
             spans = [*zip(*self.offsets[block : block + 2].tolist(), strict=True)]
         if not self.paths:
-            tables = self.load_dataset(**options).with_format("arrow").iter(_ROWS_PER_READ)
+            tables = self.load_dataset(streaming).with_format("arrow").iter(_ROWS_PER_READ)
             return read_arrow(tables, self.columns, self.name, limit)
         if self.file is None:
             return read_parallel(self.paths[0], self.paths[1], limit, spans)
@@ -441,12 +439,12 @@ class PairSource:
         reader = READERS[Path(path.removesuffix(".gz")).suffix]
         return reader(path, self.columns, limit, *(() if block is None else spans))
 
-    def rows(self, block: int | None = None, **options: Any) -> Iterator[tuple[Any, ...]]:
+    def rows(self, block: int | None = None, streaming: bool = False) -> Iterator[tuple[Any, ...]]:
         """Yield source with prefix, target, weight if there is one, and problem of each record, empty for a good pair.
 
         A bad pair that is not skipped is a `MetaphraseError`.
         """
-        for record in self.records(block, **options):
+        for record in self.records(block, streaming):
             if isinstance(record, PairProblem):
                 if getattr(self, record.kind) == "error":
                     can_skip, start = record.kind != "line_too_long", self.offsets[block] if block else []
@@ -462,7 +460,7 @@ class PairSource:
     def pairs(self, report: "DataReport | None" = None, block: int | None = None) -> Iterator[tuple[Any, ...]]:
         """Stream the good pairs, with weights if there are any, and count all pairs in the report. Each call reads anew."""
         report, num_good = DataReport() if report is None else report, 0
-        for *pair, problem in self.rows(block) if self.paths else self.rows(streaming=True):
+        for *pair, problem in self.rows(block, streaming=True):
             report.read += 1
             if problem:
                 report.add(**{problem: 1})
@@ -506,9 +504,7 @@ def _as_dataset(pairs: list[tuple[Any, ...]]) -> datasets.Dataset:
     return datasets.Dataset.from_dict(dict(zip(COLUMN_TYPES, columns, strict=False)))
 
 
-def load_pairs(
-    *, report: DataReport | None = None, cache_dir: str | Path | None = None, **fields: Any
-) -> datasets.Dataset:
+def load_pairs(*, report: DataReport | None = None, **fields: Any) -> datasets.Dataset:
     """Read the pairs of one split by the fields of `PairSource`, as in `load_pairs(file="pairs.tsv")`.
 
     The columns are `source` and `target`, and `weight` if there is a `weight_column`. The counts are added to the report. A
@@ -517,11 +513,10 @@ def load_pairs(
     source, report = PairSource(**fields), DataReport() if report is None else report
     # All pairs are cached, so that another number of samples needs no new reading.
     key = [repr(replace(source, max_samples=None)), CACHE_VERSION]
-    options: dict[str, Any] = {} if source.paths else {"cache_dir": cache_dir}
-    key += [] if source.paths else [source.load_dataset(**options)._fingerprint]
+    key += [] if source.paths else [source.load_dataset()._fingerprint]
     types = dict(list(COLUMN_TYPES.items())[: len(source.columns)]) | {"problem": "string"}
     features = datasets.Features({name: datasets.Value(kind) for name, kind in types.items()})
-    pairs = read_cached(lambda: source.rows(**options), features, key, source.paths, cache_dir)
+    pairs = read_cached(source.rows, features, key, source.paths)
     problems = pairs.with_format("numpy")["problem"][:]
     counts = Counter(problems.tolist())
     report.add(read=len(pairs), **{kind: counts[kind] for kind in PROBLEMS})
@@ -539,17 +534,13 @@ def load_pairs(
 
 
 def read_cached(
-    read: Callable[[], Iterable[tuple]],
-    features: datasets.Features,
-    key: Any,
-    paths: Iterable[str],
-    cache_dir: str | Path | None = None,
+    read: Callable[[], Iterable[tuple]], features: datasets.Features, key: Any, paths: Iterable[str]
 ) -> datasets.Dataset:
     """Return the rows that `read` yields, from a file written once for each key and each state of the files in `paths`."""
     # `Dataset.from_generator` takes five times as long, since it writes row by row.
     stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
     fingerprint = Hasher.hash((key, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)))
-    cached = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "metaphrase" / f"{fingerprint}.arrow"
+    cached = Path(datasets.config.HF_DATASETS_CACHE) / "metaphrase" / f"{fingerprint}.arrow"
     if not cached.exists():
         cached.parent.mkdir(parents=True, exist_ok=True)
         # Machines may share the folder.
@@ -592,31 +583,14 @@ def split_pairs(
 ) -> datasets.DatasetDict:
     """Hold out validation and test pairs, so that no source text occurs in two splits. Each split keeps the order of the pairs.
 
-    Pairs with the same source (except for white space around it) stay together. The choice depends on the seed and the
-    source texts alone, not on the order of the pairs or on library versions. `keep_rare_words` leaves a source in training that
-    has a word of no other source.
+    Pairs with the same source (except for white space around it) stay together, so that a split may have fewer pairs than its
+    number. The choice depends on the seed and the source texts alone, not on the order of the pairs or on library versions.
+    `keep_rare_words` leaves a source in training that has a word of no other source.
 
     Raises:
-        MetaphraseError: If a number is negative, no pair would be left for training, or no groups of pairs add up to a number.
+        MetaphraseError: If a number is negative, or no pair would be left for training.
     """
-    if num_validation < 0 or num_test < 0 or num_validation + num_test >= len(dataset):
-        shown = f"{num_validation} and {num_test} of {len(dataset)}"
-        raise MetaphraseError(f"`num_validation` and `num_test` must leave pairs for training, got {shown}.")
     sizes = {"validation": num_validation, "test": num_test}
-    splits = rows_of_splits(dataset, sizes, seed, keep_rare_words)
-    for name, size in sizes.items():
-        if len(splits[name]) != size:
-            possible = len(splits[name])
-            raise MetaphraseError(
-                f"`num_{name}` must not divide pairs of one source: {possible} is possible, got {size}."
-            )
-    return datasets.DatasetDict({name: dataset.select(sorted(rows)) for name, rows in splits.items() if rows})
-
-
-def rows_of_splits(
-    dataset: datasets.Dataset, sizes: dict[str, int], seed: int, keep_rare_words: bool = False
-) -> dict[str, list[int]]:
-    """Return the rows of each split, with at most `sizes` rows. All other rows are for training."""
     groups: dict[str, list[int]] = defaultdict(list)
     for row, source in enumerate(column_texts(dataset, "source")):
         groups[source.strip()].append(row)
@@ -627,4 +601,11 @@ def rows_of_splits(
         free = (name for name, size in sizes.items() if len(splits[name]) + len(rows) <= size)
         split = "train" if any(counts.get(word) == 1 for word in source.split()) else next(free, "train")
         splits[split].extend(rows)
-    return splits
+    if num_validation < 0 or num_test < 0 or not splits["train"]:
+        shown = f"{num_validation} and {num_test} of {len(dataset)}"
+        raise MetaphraseError(f"`num_validation` and `num_test` must leave pairs for training, got {shown}.")
+    for name, size in sizes.items():
+        if len(splits[name]) < size:
+            text = "`num_%s` is %d, and %d pairs are taken out of training: pairs with the same source stay together."
+            logger.info(text, name, size, len(splits[name]))
+    return datasets.DatasetDict({name: dataset.select(sorted(rows)) for name, rows in splits.items() if rows})

@@ -143,17 +143,6 @@ def form_batches(
     return batches
 
 
-def form_round(
-    lengths: np.ndarray, max_tokens_per_batch: int, seed: int, num_processes: int, pairs_per_chunk: int | None = None
-) -> list[list[int]]:
-    """Return the batches of some pairs, equally many for each process, in random order. The index `len(lengths)` is a filler."""
-    # torch takes no larger seed.
-    generator = torch.Generator().manual_seed(seed if seed < 2**64 else seed % 2**63)
-    batches = form_batches(lengths, max_tokens_per_batch, generator, pairs_per_chunk)
-    count = -(-len(batches) // num_processes) * num_processes
-    return form_steps(batches, count, len(lengths), num_processes, generator)
-
-
 class TokenBudgetSampler(Sampler[list[int]]):
     """Batches of similar length within a token budget, in random order, for one of several processes.
 
@@ -444,9 +433,12 @@ class TokenBudgetStream(IterableDataset):
                 lengths = np.array([[len(pair["input_ids"]), len(pair["labels"])] for pair in buffer])
                 lengths = as_padded(lengths, self.max_tokens_per_batch, self.length_multiple)
                 seed = np.random.SeedSequence([self.seed, number, reader, *begin[:2]]).generate_state(1).item()
-                batches = form_round(lengths, self.max_tokens_per_batch, seed, 1)
+                generator = torch.Generator().manual_seed(seed)
+                batches = form_batches(lengths, self.max_tokens_per_batch, generator)
+                order = torch.randperm(len(batches), generator=generator).tolist()
                 for index in range(num_done, len(batches)):
-                    yield [buffer[row] for row in batches[index]], [number, index + 1, *begin, *start[2:]]
+                    rows = batches[order[index]]
+                    yield [buffer[row] for row in rows], [number, index + 1, *begin, *start[2:]]
                 num_done = 0
             if is_empty:
                 raise MetaphraseError(f"A stream must hold a pair for each of {num_readers} readers, got none for one.")

@@ -26,7 +26,7 @@ from metaphrase.modeling.configuration_metaphrase import SSRU
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
 
-def join_generators(generator: Generator, options: dict[str, Any]) -> tuple[list[Generator], Callable | None]:
+def join_generators(generator: Generator, options: dict[str, Any]) -> tuple[list[Generator], Callable]:
     """Return the partners of a generator and the search of all: the members of its ensemble, or the draft model of the options.
 
     Takes the options of drafts out of `options`. Raises `MetaphraseError` if the models cannot write a target together.
@@ -39,9 +39,6 @@ def join_generators(generator: Generator, options: dict[str, Any]) -> tuple[list
     if generator.members:
         raise MetaphraseError("`assistant_model` must be left out for an ensemble, got one.")
     if not isinstance(assistant, Generator):
-        if not (fast_generation.is_metaphrase(generator.model) and fast_generation.is_metaphrase(assistant)):
-            # transformers' own assisted decoding runs, one source at a time.
-            return [], None
         reading = {"source_prefix": generator.source_prefix, "max_source_length": generator.max_source_length}
         assistant = Generator(assistant, generator.tokenizers, **reading)
     _check_partner(generator, assistant, "assistant_model")

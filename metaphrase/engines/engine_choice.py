@@ -177,7 +177,8 @@ class EngineChoice:
 
         try:
             obstacle = find_obstacle()
-        except (ImportError, ValueError) as error:
+        except (ImportError, ValueError, OSError) as error:
+            # A system may also empty its folder for temporary files before the first call.
             obstacle = str(error)
         text = "CTranslate2 (faster for this model and search)"
         if obstacle is not None:
@@ -211,12 +212,8 @@ class EngineChoice:
                 return reason
             from metaphrase.engines.ctranslate2_engine import CTranslate2Engine  # Needs an extra.
 
-            try:
-                with self._files as folder:
-                    self._engine = CTranslate2Engine(folder, device="cpu", compute_type=self._dtype)
-            except (ValueError, OSError) as error:
-                # A system may empty its folder for temporary files before the first call.
-                return str(error)
+            with self._files as folder:
+                self._engine = CTranslate2Engine(folder, device="cpu", compute_type=self._dtype)
             self._engine.use_vmap = self._map is not None
             self._record = WeightRecord(model, [weight for weight in model.parameters() if not weight.is_inference()])
         if not self._record.is_current(model):

@@ -97,18 +97,11 @@ class GeneratorPool(TextStream, contextlib.AbstractContextManager):
         chunks = read_chunks(checked_texts(lines, "lines"), chunk_size, first_chunk)
         options = {"seed": None, "return_scores": True, "risk": None, "split_sentences": False} | options
         futures: deque[Future] = deque()
-        reading_error: Exception | None = None
         with self._naming_deaths(), progress_bar(total, "line", show_progress, initial=first_chunk * chunk_size) as bar:
             while True:
-                try:
-                    for chunk in itertools.islice(chunks, self.num_processes + 1 - len(futures)):
-                        futures.append(self._executor.submit(_generate, chunk, options))
-                except (OSError, ValueError) as error:
-                    # The generator of chunks has ended. The chunks before the error come first.
-                    reading_error = error
+                for chunk in itertools.islice(chunks, self.num_processes + 1 - len(futures)):
+                    futures.append(self._executor.submit(_generate, chunk, options))
                 if not futures:
-                    if reading_error is not None:
-                        raise reading_error
                     return
                 candidates, counts = futures.popleft().result()
                 self.count(counts)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from metaphrase.data.collators import PairCollator, with_decoder_inputs
 from metaphrase.data.pairs import TASK_COLUMN
 from metaphrase.errors import MetaphraseError
-from metaphrase.evaluation.metrics import NUM_BOOTSTRAP_SAMPLES, check_references, compute_metrics, metric_options
+from metaphrase.evaluation.metrics import NUM_BOOTSTRAP_SAMPLES, compute_metrics, metric_options
 from metaphrase.inference import Generator
 from metaphrase.inference.batches import longest_target
 from metaphrase.modeling import IGNORED_LABEL
@@ -91,14 +91,15 @@ def evaluate_generator(
         length limit of the model. Scores are of the whole texts.
 
     Raises:
-        MetaphraseError: If the texts differ in number or are none, or the references cannot be encoded without their language.
+        MetaphraseError: If the texts differ in number or are none, a score is unknown, or the references cannot be encoded
+            without their language.
     """
     references = generator.tokenizers.as_decoded(targets) if references is None else references
     if not len(sources) == len(targets) == len(references) > 0:
         counts = f"{len(sources)}, {len(targets)} and {len(references)}"
         raise MetaphraseError(f"Sources, targets and references must be equally many and not empty, got {counts}.")
     # Generation takes long: check first.
-    check_references(references, metrics, "references")
+    TaskScores(metrics)
     if generator.is_single:
         check_target_language(generator.tokenizers.target)
     generation_options = dict(generation_options or {})
@@ -153,12 +154,6 @@ class TaskScores:
         """Check names and tokenizer, as `metric_options`."""
         self.metrics = list(metrics)
         self.options = metric_options(metrics, bleu_tokenize)
-
-    def check(self, references: list[str], tasks: list[str], what: str) -> None:
-        """Refuse references that have no score, as `check_references`. Without tasks, `tasks` is empty."""
-        check_references(references, self.metrics, what)
-        for task, rows in _rows_by_task(tasks).items():
-            check_references([references[row] for row in rows], self.metrics, f"{what} of task {task!r}")
 
     def compute(self, texts: Sequence[str], references: Sequence[str]) -> dict[str, dict]:
         """Return `compute_metrics` of the whole corpus."""

@@ -1,7 +1,7 @@
 """Scores of a corpus: BLEU, chrF, TER, ROUGE, exact match, WER and CER, with intervals by sacreBLEU."""
 
-import bisect
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,32 +79,27 @@ class SegmentStatistics:
     def confidence(self, num_samples: int) -> dict[str, Any]:
         """Return the 95 % interval of a score, for JSON.
 
-        `confidence_interval` has percentiles of the bootstrap. For a share of right answers it has exact limits, since a corpus
+        `confidence_interval` has percentiles of the bootstrap. For a share of right answers it is Wilson's, since a corpus
         without mistakes has no other resample. `confidence_mean` and `confidence_var` are sacreBLEU's mean and half width.
         """
         seed, results = _bootstrap_resample(self.rows, self.scorer, num_samples)
         values = np.sort([result.score for result in results])
-        low, high = values[num_samples // 40], values[-1 - num_samples // 40]
-        fields = {"confidence_mean": float(values.mean()), "confidence_var": float(high - low) / 2}
+        low, high = interval = [float(values[num_samples // 40]), float(values[-1 - num_samples // 40])]
+        fields = {"confidence_mean": float(values.mean()), "confidence_var": (high - low) / 2}
         if (matches := self.details.get("matches")) is not None:
-            total = len(self.rows)
-            low, high = 100 * _lower_limit(matches, total), 100 - 100 * _lower_limit(total - matches, total)
-        return fields | {"confidence_interval": [float(low), float(high)], "bs": num_samples, "seed": seed}
+            interval = _wilson_interval(matches, len(self.rows))
+        return fields | {"confidence_interval": interval, "bs": num_samples, "seed": seed}
 
 
-def _lower_limit(matches: int, total: int) -> float:
-    """Return the share, to six digits, with which so many matches or more have a probability of 2.5 %.
+def _wilson_interval(matches: int, total: int) -> list[float]:
+    """Return the 95 % interval of a share, in percent.
 
-    Source: Clopper and Pearson 1934, https://doi.org/10.1093/biomet/26.4.404.
+    Source: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953.
     """
-    counts = np.arange(1, total + 1)
-    ways = np.cumsum(np.log((total - counts + 1) / counts))
-
-    def tail(millionths: int) -> float:
-        logarithms = ways + counts * np.log(millionths / 1e6) + (total - counts) * np.log1p(-millionths / 1e6)
-        return float(np.exp(logarithms)[matches - 1 :].sum())
-
-    return bisect.bisect(range(1, 10**6), 0.025, key=tail) / 1e6 if matches else 0.0
+    share, z = matches / total, 1.959964
+    center = share + z**2 / (2 * total)
+    half = z * math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
+    return [100 * min(max(end / (1 + z**2 / total), 0.0), 1.0) for end in (center - half, center + half)]
 
 
 _SACREBLEU_DETAILS = ("precisions", "counts", "totals", "bp", "sys_len", "ref_len", "num_edits", "ref_length")
@@ -190,11 +185,10 @@ def _error_rate(
 
 
 class Metric(NamedTuple):
-    """A score: the function of its statistics, the option that folds case, and what a reference must have, if anything."""
+    """A score: the function of its statistics, and the option that folds case."""
 
     statistics: Callable[..., SegmentStatistics]
     case_option: str | None = None
-    unit: str | None = None
 
     def segments(self, predictions: Sequence[str], references: References, **options) -> SegmentStatistics:
         """Return the statistics of each line, for the score, intervals and tests."""
@@ -209,8 +203,8 @@ METRICS = {
     "ter": Metric(partial(_sacrebleu, TER)),
     "rouge": Metric(_rouge),
     "exact_match": Metric(_exact_match, "ignore_case"),
-    "wer": Metric(partial(_error_rate, "word"), "lowercase", unit="word"),
-    "cer": Metric(partial(_error_rate, "character"), "lowercase", unit="character"),
+    "wer": Metric(partial(_error_rate, "word"), "lowercase"),
+    "cer": Metric(partial(_error_rate, "character"), "lowercase"),
 }
 
 
@@ -247,17 +241,6 @@ def metric_options(
         for name, option in case_options.items():
             options.setdefault(name, {})[option] = True
     return options
-
-
-def check_references(references: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Refuse an error rate of references without a word or character, before any work. The message has a description of them."""
-    metric_options(names)
-    for name in names:
-        unit = METRICS[name].unit
-        if unit is not None and not any(text.split() if unit == "word" else text for text in references):
-            raise MetaphraseError(
-                f"`metrics` must not hold {name} if no reference has a {unit}, got {len(references)} empty {where}."
-            )
 
 
 def compute_metrics(

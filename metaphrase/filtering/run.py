@@ -21,7 +21,7 @@ from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
 from metaphrase.filtering.rules import RULES, FilterSettings, Pair, PairRules, load_detector, normalize
 from metaphrase.inference.line_files import as_lines
 from metaphrase.inference.progress import progress_bar
-from metaphrase.storage.folders import WriteLock, file_in_one_step, json_text, read_fields, write_json
+from metaphrase.storage.folders import file_in_one_step, json_text, read_fields, write_json, write_lock
 from metaphrase.tokenization.texts import shard_range
 
 logger = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ def filter_pairs(
     result = folder.state.get("report") or {"read": 0, "kept": 0, "dropped": {}, "examples": {}}
     pair_filter = None if folder.state.get("is_finished") else PairFilter(source, settings, model_rules or {})
     folder.path.mkdir(parents=True, exist_ok=True)
-    with WriteLock(folder.path, "output"):
+    with write_lock(folder.path, "output"):
         if pair_filter is not None:
             folder.cut_files()
             part = shard_range(pair_filter.num_records, shard)

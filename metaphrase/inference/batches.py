@@ -142,17 +142,15 @@ longest_target = functools.partial(_num_positions, method="get_decoder", name="d
 
 @contextlib.contextmanager
 def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Set models to evaluation mode, and restore the mode of each module afterwards."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
+    """Set models to evaluation mode, and restore their mode afterwards."""
+    modes = [model.training for model in models]
     for model in models:
         model.eval()
     try:
         yield
     finally:
-        # A module comes before its submodules, whose modes `train` changes. A stack also acts on a call of `train`.
-        for module, was_training in modes:
-            if module.training != was_training:
-                module.train(was_training)
+        for model, mode in zip(models, modes, strict=True):
+            model.train(mode)
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +196,7 @@ def target_limits(model: Any, options: Mapping[str, Any], source_lengths: Iterab
     return [limit if limit > length else None for limit in (min(limit, most or limit) for limit in doubled)]
 
 
-def generate_hypotheses(
+def decode(
     model: PreTrainedModel | Engine,
     sources: Sequence[Sequence[int]],
     *,
@@ -263,10 +261,6 @@ def generate_hypotheses(
             if on_batch is not None:
                 on_batch(len(batch))
     return results
-
-
-# The public name.
-decode = generate_hypotheses
 
 
 def _make_generate(

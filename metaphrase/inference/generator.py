@@ -341,14 +341,14 @@ class Generator(TextStream):
                 else:
                     options = {"engine": engine, "device": device, "dtype": dtype, **loading}
                     model, choice = load_engine(name, tokenizers, kwargs.get("vocabulary_map"), **options)
-            languages = set_languages(tokenizers, source_lang, target_lang)
-            if getattr(model, "generation_config", None) is None:  # An encoder alone.
-                parts.append((model, tokenizers))
-                continue
-            model.generation_config.update(**languages)
-            if early_stopping is not None and model.generation_config.early_stopping is None:
-                model.generation_config.early_stopping = early_stopping
             parts.append((model, tokenizers))
+            languages = set_languages(tokenizers, source_lang, target_lang)
+            config = getattr(model, "generation_config", None)
+            if config is None:  # An encoder alone.
+                continue
+            config.update(**languages)
+            if early_stopping is not None and config.early_stopping is None:
+                config.early_stopping = early_stopping
         first, *rest = parts
         if rest:
             member_kwargs = {name: kwargs[name] for name in ("source_prefix", "max_source_length") if name in kwargs}
@@ -523,7 +523,7 @@ class Generator(TextStream):
         if self.engine_choice is not None and ids:
             sizes = self.batch_size, plan.return_scores, bool(partners)
             model = self.engine_choice.choose(model, plan.options, ids, *sizes)
-        hypotheses = batches.generate_hypotheses(
+        hypotheses = batches.decode(
             model,
             ids,
             options=plan.options,

@@ -5,18 +5,15 @@ import contextlib
 import io
 import math
 import os
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import ScoredText
-from metaphrase.storage.folders import WriteLock
+from metaphrase.storage.folders import write_lock
 
 _SEPARATOR = " ||| "
-# Names of files that load with the `config.json` beside them: weights, tokenizers, settings and code.
-_MODEL_FILE = re.compile(r"(config|generation_config|tokenizer|vocab|model).*\.json|.*\.(safetensors|bin|model|spm|py)")
 # Scores have six decimals. Another number of threads may change the last ones.
 _SCORE_TOLERANCE = 1e-4
 
@@ -26,14 +23,10 @@ def check_files(
 ) -> None:
     """Check the files of a command before any work. The inputs and the output have the names of their options.
 
-    The output must be no input by another name, no file of a model, not compressed, and with `resume` a regular file.
+    The output must be no input by another name, not compressed, and with `resume` a regular file.
     """
     if output is not None and os.fspath(output).endswith(".gz"):
         raise MetaphraseError(f"`{name}` must not end in .gz, because it is not compressed, got {os.fspath(output)!r}.")
-    # A link may have another name than its file.
-    file = None if output is None else Path(os.path.realpath(output))
-    if file and _MODEL_FILE.fullmatch(file.name) and file.is_file() and file.with_name("config.json").is_file():
-        raise MetaphraseError(f"`{name}` must be no file of a model, got {os.fspath(output)!r}.")
     if resume and output is not None and os.path.exists(output) and not os.path.isfile(output):
         raise MetaphraseError(f"`{name}` must be a regular file with `resume`, got {os.fspath(output)!r}.")
     for option, path in inputs.items():
@@ -94,7 +87,7 @@ class OutputFile(contextlib.ExitStack):
         with contextlib.ExitStack() as stack:
             # Mode `w` would empty the file at once.
             self._stream = stack.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
-            stack.enter_context(WriteLock(path, name))
+            stack.enter_context(write_lock(path, name))
             # Where the first write cuts the file. Pipes and devices cannot be truncated.
             self._end = 0 if os.path.isfile(path) else None
             if resume:

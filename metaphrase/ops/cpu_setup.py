@@ -3,8 +3,7 @@
 import ctypes
 import os
 import platform
-import time
-from collections.abc import Iterator
+import timeit
 
 import torch
 
@@ -46,7 +45,7 @@ def keep_few_kernels() -> None:
 
 
 _SIZE, _ROUNDS = 512, 7
-_SLOW, _FAST = 0.9, 1.5  # beyond measurement noise
+_FAST = 1.5  # beyond measurement noise
 
 
 def speed_of_bfloat16() -> float:
@@ -54,14 +53,11 @@ def speed_of_bfloat16() -> float:
 
     The ratio is 4 and more with AMX, about 2 with a full AVX-512 BF16 unit, and below 1 without such a unit.
     """
-    seconds = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
-    matrices = {dtype: torch.ones(_SIZE, _SIZE, dtype=dtype) for dtype in seconds}
-    for _ in range(_ROUNDS):
-        for dtype, matrix in matrices.items():
-            start = time.perf_counter()
-            matrix @ matrix
-            # The minimum, since the first round makes the kernel and other processes disturb.
-            seconds[dtype] = min(seconds[dtype], time.perf_counter() - start)
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        # The minimum, since the first round makes the kernel and other processes disturb.
+        names = {"matrix": torch.ones(_SIZE, _SIZE, dtype=dtype)}
+        seconds[dtype] = min(timeit.repeat("matrix @ matrix", globals=names, number=1, repeat=_ROUNDS))
     return seconds[torch.float32] / seconds[torch.bfloat16]
 
 
@@ -70,13 +66,3 @@ def has_fast_bfloat16() -> bool:
     if torch.accelerator.is_available():
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return speed_of_bfloat16() > _FAST
-
-
-def slow_bfloat16_alerts() -> Iterator[str]:
-    """Yield an alert if bfloat16 makes training on this processor slower."""
-    speed = speed_of_bfloat16()
-    if speed < _SLOW:
-        yield (
-            f"`bf16` slows this processor down: it multiplies matrices in bfloat16 at {speed:.2f} of its speed in float32. "
-            "Train with --bf16 false here."
-        )

@@ -54,7 +54,7 @@ def folder_in_one_step(output: Path, check: Callable[[], None] = lambda: None) -
     output = output.resolve()
     partial, replaced = (_temporary_path(output, kind) for kind in ("partial", "replaced"))
     output.parent.mkdir(parents=True, exist_ok=True)
-    with WriteLock(output, "output"):
+    with write_lock(output, "output"):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         restore_replaced(output)
@@ -204,39 +204,32 @@ def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = Fals
     path.write_text(json_text(content, sort_keys=sort_keys), encoding="utf-8")
 
 
-class WriteLock(contextlib.AbstractContextManager):
-    """Lock against a second run with the same output, held until `release` or the end of the process.
+@contextlib.contextmanager
+def write_lock(path: str | os.PathLike, name: str) -> Iterator[None]:
+    """Lock a file or folder, which need not exist, against a second run. `name` is the option that names it.
 
-    The lock is the file `.NAME.lock` beside the output, which `release` removes. The next run takes over what a killed run has
-    left. Pipes and devices have no lock, and a place that permits none has a warning.
+    The lock is the file `.NAME.lock` beside the output, which is removed at the end. The next run takes over what a killed run
+    has left. Pipes and devices have no lock, and a place that permits none has a warning.
     """
-
-    def __init__(self, path: str | os.PathLike, name: str):
-        """Take the lock of a file or folder, which need not exist. `name` is the option that names it."""
-        path, self._lock = Path(path).resolve(), None
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            return
-        # Another thread may end the run.
-        lock = FileLock(_temporary_path(path, "lock"), timeout=0, thread_local=False, fallback_to_soft=False)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise MetaphraseError(
-                f"`{name}` must be written by one run at a time, got {path}, which another one is writing."
-            ) from None
-        except OSError as error:
-            logger.warning("%s is not locked against a second run: %s.", path, error)
-        else:
-            self._lock = lock
-
-    def release(self) -> None:
-        """Give the lock up; a second call has no effect."""
-        if self._lock is not None:
+    path = Path(path).resolve()
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        yield
+        return
+    # Another thread may end the run.
+    lock = FileLock(_temporary_path(path, "lock"), timeout=0, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise MetaphraseError(
+            f"`{name}` must be written by one run at a time, got {path}, which another one is writing."
+        ) from None
+    except OSError as error:
+        logger.warning("%s is not locked against a second run: %s.", path, error)
+    try:
+        yield
+    finally:
+        if lock.is_locked:
             # Before another run can hold the lock of this file.
             with contextlib.suppress(OSError):
-                os.unlink(self._lock.lock_file)
-            self._lock.release()
-        self._lock = None
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+                os.unlink(lock.lock_file)
+            lock.release()

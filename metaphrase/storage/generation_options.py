@@ -21,7 +21,7 @@ class Option(NamedTuple):
 
 
 # A larger length or beam would fill the memory.
-_MAX_LENGTH, _MAX_BEAMS, _MAX_LAYERS = 2**20, 10_000, 1000
+_MAX_LENGTH, _MAX_BEAMS = 2**20, 10_000
 _LAST_ID = 2**31 - 1
 GENERATION_OPTIONS: dict[str, Option] = {
     "max_length": Option(int, "maximum tokens of a target", 0, _MAX_LENGTH),
@@ -62,9 +62,7 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
     Options that this file does not describe, ids and None are not checked. `where` is the origin of the options, for the error.
     """
     for name, value in options.items():
-        # Numbers of layers are checked too: a network of a million would never be built.
-        is_depth = name.endswith("_layers") and type(value) is int
-        option = Option(int, "layers", 0, _MAX_LAYERS) if is_depth else GENERATION_OPTIONS.get(name)
+        option = GENERATION_OPTIONS.get(name)
         if option is None or value is None or name.endswith("_token_id"):
             continue
         if option.low is None:
@@ -106,11 +104,11 @@ def resolve_settings(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]
     return model.generation_config.to_dict() | ({} if config is None else config.to_diff_dict()) | dict(arguments)
 
 
-def length_limits(model: Any, arguments: Mapping[str, Any], prompt_length: int = 1) -> tuple[int, int | None]:
-    """Return the least and most tokens of a target, with the prompt, by the arguments of `generate()`."""
+def length_limits(model: Any, arguments: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return the least and most tokens of a target, with the start token, by the arguments of `generate()`."""
     settings = resolve_settings(model, arguments)
     limits = []
     for length, new_tokens in (("min_length", "min_new_tokens"), ("max_length", "max_new_tokens")):
         new = settings.get(new_tokens)
-        limits.append(settings.get(length) if new is None else new + prompt_length)
+        limits.append(settings.get(length) if new is None else new + 1)
     return limits[0] or 0, limits[1]

@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from metaphrase.errors import MetaphraseError
-from metaphrase.storage.folders import ENSEMBLE_NAME, WriteLock, write_json
+from metaphrase.storage.folders import ENSEMBLE_NAME, write_json, write_lock
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training.recipe.fields import DECODING, OWN_FIELDS, check_conflicts, group_of
 from metaphrase.training.recipe.recipe import Recipe, is_better_lower, saved_recipe
@@ -239,7 +239,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     """Lock a folder against other runs. Make it if needed, and remove it again if it stays empty."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with WriteLock(folder, "output_dir"):
+    with write_lock(folder, "output_dir"):
         try:
             yield
         finally:

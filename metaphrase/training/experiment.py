@@ -21,7 +21,7 @@ from transformers.utils import is_peft_available
 import metaphrase
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.encoding import data_fingerprint
-from metaphrase.data.pairs import TASK_COLUMN, column_texts
+from metaphrase.data.pairs import TASK_COLUMN
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.evaluate import TaskScores, ValidationSample, evaluate_generator
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, write_metrics
@@ -148,7 +148,6 @@ class Experiment:
         recipe, arguments = self.recipe, self.arguments
         set_seed(arguments.seed)
         data = self.prepare()
-        check_references(data, self.scores)
         if arguments.world_size > 1:
             versions = {library.__name__: library.__version__ for library in (metaphrase, torch, transformers)}
             checkpoint = self.checkpoint and Path(self.checkpoint).name
@@ -165,12 +164,11 @@ class Experiment:
             beginning = TrainerCallback()
             beginning.on_train_begin = lambda *_, **__: self._write_provenance()
             trainer.add_callback(beginning)
-        listening: contextlib.AbstractContextManager = contextlib.nullcontext()
         # Several processes would each end after another update. Workers end at once.
-        if arguments.world_size == 1 and not arguments.dataloader_num_workers:
+        can_end = arguments.world_size == 1 and not arguments.dataloader_num_workers
+        if can_end:
             trainer.add_callback(self.interrupt)
-            listening = self.interrupt.listening()
-        with listening:
+        with self.interrupt.listening() if can_end else contextlib.nullcontext():
             trainer.train(resume_from_checkpoint=self.checkpoint)
         if recipe.average_last is not None or recipe.average_best is not None:
             needed_plugin("average", "average_best")(recipe, trainer, self.folder)
@@ -277,15 +275,6 @@ def warn(occasion: str, *arguments: Any) -> None:
         log_alerts(occasion, *arguments)
 
 
-def check_references(data: model_setup.Data, scores: TaskScores) -> None:
-    """Refuse references that the metrics cannot score."""
-    corpus, split = data.corpus, data.corpus.scored_split()
-    if split is not None:
-        texts = corpus.splits[split]
-        tasks = texts[TASK_COLUMN][:] if corpus.recipe.tasks else []
-        scores.check(data.tokenizers.as_decoded(column_texts(texts, "target")), tasks, f"{split} targets")
-
-
 def pad_to_multiple_of(arguments: Seq2SeqTrainingArguments) -> int:
     """Return the multiple that widths of padded batches are rounded up to, for tensor cores."""
     return 8 if torch.accelerator.is_available() and not arguments.use_cpu else 1
@@ -310,12 +299,7 @@ def make_trainer(
         callbacks.append(TimeBudget(deadline, share, parse_seconds(recipe.time_budget)))
     validation, sample = data.encoded.get("validation"), None
     if scores.metrics and validation is not None:
-        most = recipe.max_decoded_samples
-        sample = ValidationSample(validation, most, bool(recipe.tasks), data.tokenizers, scores)
-        is_decoded = arguments.predict_with_generate and not arguments.prediction_loss_only
-        if is_decoded and (arguments.eval_strategy != "no" or arguments.eval_on_start):
-            what = "validation targets" if most is None else f"validation targets of `max_decoded_samples` {most}"
-            scores.check(sample.references, sample.tasks, what)
+        sample = ValidationSample(validation, recipe.max_decoded_samples, bool(recipe.tasks), data.tokenizers, scores)
     if recipe.freeze and recipe.freeze_steps is not None:
         callbacks.append(needed_plugin("frozen_start", "freeze_steps")(recipe.freeze, recipe.freeze_steps))
     if (make_alerts := plugin("training_alerts")) is not None:

@@ -1,5 +1,6 @@
 """Setup of a run: its tokenizers, and its model, which may be a base model that is fitted to them, and how it decodes."""
 
+import contextlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -25,7 +26,6 @@ from metaphrase.training.recipe.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 _DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
-
 # Other families with a table of positions. FSMT and M2M100 extend theirs when needed.
 _TABLED_FAMILIES = {"bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus"}
 _TABLED_FAMILIES |= {"plbart"}
@@ -147,10 +147,8 @@ def load_base(recipe: Recipe, with_weights: bool = True) -> PreTrainedModel:
     if with_weights:
         return load_pretrained(name, dtype=dtype, trust_remote_code=False)
     model = AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    try:
+    with contextlib.suppress(OSError):  # It has none.
         model.generation_config = GenerationConfig.from_pretrained(name)
-    except OSError:
-        logger.debug("%s has no generation config of its own.", name)
     return model
 
 
@@ -204,11 +202,9 @@ def check_special_ids(model: PreTrainedModel, tokenizers: TokenizerPair) -> None
             )
 
 
-# Settings of one way to decode, each with its neutral value.
-_OF_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
-_OF_SAMPLING |= {"eta_cutoff": 0.0, "min_p": None, "top_h": None}
-_OF_BEAMS = {"length_penalty": 1.0, "early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0.0}
-_OF_DETAILED_RESULTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+# Settings of one way to decode.
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "min_p", "top_h")
+_OF_BEAMS = ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
 
 
 def set_generation_config(
@@ -236,22 +232,9 @@ def set_generation_config(
 
 
 def remove_ineffective_settings(config: GenerationConfig) -> None:
-    """Unset the settings that have no effect beside the others, with which transformers would not save the configuration."""
-    beams, samples = config.num_beams or 1, config.do_sample is True
-    neutrals: dict[str, Any] = {}
-    if not samples:
-        # Contrastive search has a `top_k` too, but transformers does not save it.
-        neutrals |= {**_OF_SAMPLING, "penalty_alpha": None}
-    if beams == 1:
-        neutrals |= _OF_BEAMS
-    if (config.num_return_sequences or 1) > beams and not (samples and beams == 1):
-        neutrals["num_return_sequences"] = 1
-    if config.use_cache is False:
-        neutrals |= {"cache_implementation": None, "cache_config": None}
-    if config.return_dict_in_generate is not True:
-        neutrals |= dict.fromkeys(_OF_DETAILED_RESULTS, False)
-    values = {name: (getattr(config, name, None), neutral) for name, neutral in neutrals.items()}
-    dropped = {name: value for name, (value, neutral) in values.items() if value not in (None, neutral)}
+    """Unset settings of sampling and of beams without these, with which transformers would not save the configuration."""
+    names = (*(() if config.do_sample else _OF_SAMPLING), *(() if (config.num_beams or 1) > 1 else _OF_BEAMS))
+    dropped = {name: value for name in names if (value := getattr(config, name, None)) is not None}
     for name in dropped:
         setattr(config, name, None)
     if dropped:

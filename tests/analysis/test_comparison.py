@@ -153,10 +153,10 @@ def test_words_by_frequency_by_hand():
 
 @pytest.mark.parametrize(
     ("matches", "total", "interval"),
-    # Clopper-Pearson limits; those of 0 and n matches are 1 - 0.025 ** (1 / n) and 0.025 ** (1 / n).
-    [(150, 150, (97.5707, 100)), (0, 150, (0, 2.4293)), (9, 10, (55.4984, 99.7471)), (75, 150, (41.7357, 58.2643))],
+    # The limit of n matches is n / (n + 1.96 ** 2).
+    [(150, 150, (97.5030, 100)), (0, 150, (0, 2.4970)), (9, 10, (59.5850, 98.2124)), (75, 150, (42.0990, 57.9010))],
 )
-def test_interval_of_exact_match_is_exact(matches, total, interval):
+def test_interval_of_exact_match_is_that_of_wilson(matches, total, interval):
     outputs = ["a"] * matches + ["b"] * (total - matches)
     [result] = compute_metrics(outputs, ["a"] * total, ["exact_match"], num_bootstrap_samples=10).values()
     assert result["confidence_interval"] == pytest.approx(interval, abs=2e-4)

@@ -3,7 +3,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, WIDTHS, arguments_of, batch_and_shape, training_model
+from estimated_runs import AUTOCAST, DESIGNS, FLOAT32, WIDTHS, arguments_of, batch_and_shape, meta_model, training_model
 from small_experiments import make_recipe
 from small_trainers import with_lengths
 from tiny_generator import save_generator, tiny_generator
@@ -11,7 +11,7 @@ from tiny_models import tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from metaphrase.choices.estimate import dry_run, estimate_run, meta_model
+from metaphrase.choices.estimate import dry_run, estimate_run
 from metaphrase.choices.memory import BatchShape, Precision, StateMemory, estimate_activations, optimizer_bytes
 from metaphrase.data.collators import PairCollator
 from metaphrase.data.token_budget import TokenBudgetSampler
@@ -102,14 +102,10 @@ def test_arguments_decide_precision_and_checkpoints(tmp_path):
     arguments = arguments_of(tmp_path, bf16=True, fsdp=True)
     shared = estimate_run(model, arguments, lengths * 8, devices=8, on_accelerator=True)
     assert shared.precision == Precision(2, 2, True) and shared.state.cast_weights == 0
-    options = {"fsdp": True, "gradient_accumulation_steps": 2}
-    accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    arguments_of_both = (
-        arguments_of(tmp_path, **options, **more) for more in ({}, {"accelerator_config": accumulation})
-    )
-    whole, parts = (estimate_run(model, each, lengths * 8, devices=8).state for each in arguments_of_both)
-    assert whole.buffers == 4 * model.num_parameters() > parts.buffers and parts.gradients_persist
-    assert any("FSDP on accel" in note for note in estimate_run(model, arguments, lengths * 8, devices=8).notes)
+    arguments = arguments_of(tmp_path, fsdp=True, gradient_accumulation_steps=2)
+    whole = estimate_run(model, arguments, lengths * 8, devices=8)
+    assert whole.state.buffers == 4 * model.num_parameters() and not whole.state.gradients_persist
+    assert any("FSDP on accel" in note for note in whole.notes)
 
 
 @pytest.mark.parametrize(
@@ -134,19 +130,6 @@ def test_only_what_is_trained_has_gradients_and_states(data, tmp_path, technique
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert part.trained_parameters == trained < whole.trained_parameters
     assert (part.state.gradients, part.state.optimizer) == (4 * trained, 8 * trained)
-
-
-@pytest.mark.parametrize(
-    ("objective", "is_exact"),
-    [("span_corruption", True), ("ul2", False), ("text_infilling", False), ("prefix_lm", False)],
-)
-def test_what_an_objective_draws_is_told_to_be_a_bound(data, tmp_path, objective, is_exact):
-    fields = {"objective": objective, "train_text_file": "train.de", "validation_text_file": "validation.de"}
-    fields |= dict.fromkeys(("train_file", "validation_file", "test_file", "vocab_size", "metric_for_best_model"))
-    fields |= {"num_sentinels": None if objective in ("text_infilling", "prefix_lm") else 60, "tokenizer_kind": "byte"}
-    estimate = dry_run(Experiment(make_recipe(data, tmp_path / "run", **fields)), devices=1)
-    assert ("are the most that may come" in str(estimate)) is not is_exact
-    assert "unknown" in str(estimate), "no time is measured for other devices"
 
 
 class LiveBytes(TorchDispatchMode):

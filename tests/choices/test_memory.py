@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from estimated_runs import arguments_of
+from estimated_runs import arguments_of, meta_model
 from tiny_models import tiny_config
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from metaphrase.choices.estimate import estimate_run, meta_model
+from metaphrase.choices.estimate import estimate_run
 from metaphrase.choices.memory import Precision, Sharding, estimate_states, optimizer_bytes
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 

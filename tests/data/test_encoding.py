@@ -113,7 +113,7 @@ class WordPair:
 
 def encode_on_disk(folder: Path, words: list[str], **options) -> tuple[int, str, list]:
     """Reads and encodes the pairs of `folder`; returns the calls of the tokenizer, the report and the result."""
-    pairs = load_pairs(file=folder / "a.tsv", source_prefix="go ", cache_dir=folder / "cache")
+    pairs = load_pairs(file=folder / "a.tsv", source_prefix="go ")
     tokenizers = WordPair(word_tokenizer(words), word_tokenizer(words))
     limits = {"max_source_length": 4, "max_target_length": 4}
     encoded, report = encode_pairs(pairs, tokenizers, **{**limits, **options})
@@ -121,7 +121,8 @@ def encode_on_disk(folder: Path, words: list[str], **options) -> tuple[int, str,
 
 
 @pytest.mark.slow
-def test_cache_is_hit_by_another_process_and_counts_there_too(tmp_path):
+def test_cache_is_hit_by_another_process_and_counts_there_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "a.tsv").write_text("one\ttwo\none two three four\ttwo\n\tone\n")
     calls, *first = encode_on_disk(tmp_path, ["go", "one", "two"])
     assert calls == 1
@@ -130,7 +131,12 @@ def test_cache_is_hit_by_another_process_and_counts_there_too(tmp_path):
         f"module = runpy.run_path({str(Path(__file__).resolve())!r});"
         f"print(json.dumps(module['encode_on_disk'](pathlib.Path({str(tmp_path)!r}), ['go', 'one', 'two'])))"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "7",
+        "HF_DATASETS_CACHE": str(tmp_path / "cache"),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1] / "support"), *sys.path])
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     calls, *second = json.loads(done.stdout.splitlines()[-1])

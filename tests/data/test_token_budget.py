@@ -223,10 +223,10 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("too_long", ["skip", "truncate"])
 @pytest.mark.parametrize("prefix", [None, "x"])
-def test_a_stream_equals_reading_a_whole_file(file, too_long, prefix, tmp_path):
+def test_a_stream_equals_reading_a_whole_file(file, too_long, prefix):
     place = {"file": file, "malformed": "skip", "source_prefix": prefix}
     report = DataReport()
-    pairs = load_pairs(**place, report=report, cache_dir=tmp_path / "cache")
+    pairs = load_pairs(**place, report=report)
     expected, report = encode_pairs(pairs, LetterPair(), **LIMITS, too_long=too_long, report=report)
     stream = PairStream(PairSource(**place), LetterPair(), **LIMITS, too_long=too_long)
     for number in (0, 1):

@@ -1,6 +1,5 @@
 """Generator pool: what one generator writes, by several processes, which end with the pool and with whoever made it."""
 
-import importlib
 import itertools
 import os
 import signal
@@ -89,11 +88,10 @@ def test_mistakes_come_with_their_words_and_end_nothing(pool, generator):
         yield from SOURCES[:4]
         raise OSError("the disk is gone")
 
-    results = []
     with pytest.raises(OSError, match="the disk is gone"):
-        for candidates in pool.generate_stream(lines(), chunk_size=2):
-            results.append(candidates[0].text)
-    assert results == generator.generate(SOURCES[:4])
+        list(pool.generate_stream(lines(), chunk_size=2))
+    rows = pool.generate_stream(SOURCES, chunk_size=2)
+    assert [row[0].text for row in rows] == generator.generate(SOURCES)
 
 
 def test_no_more_is_read_than_a_chunk_for_each_and_one(pool):
@@ -183,17 +181,3 @@ def test_a_death_is_named(pool):
     os.kill(processes_of(pool)[0], signal.SIGKILL)
     with pytest.raises(ChildProcessError, match="A process of the generator pool died"):
         list(stream)
-
-
-@pytest.mark.parametrize("num_targets", [1, 3])
-def test_documents_of_datatrove_keep_their_order_and_get_their_targets(folder, generator, num_targets):
-    documents = pytest.importorskip("datatrove.data").Document
-    documents = [documents(text, str(number)) for number, text in enumerate([*SOURCES, ""])]
-    options = {"num_beams": 3, "num_return_sequences": num_targets}
-    step = importlib.import_module("metaphrase.engines.datatrove").GenerateStep
-    step = step(folder, key="de", chunk_size=2, loading={"device": "cpu"}, **options)
-    results = list(step(iter(documents)))
-    assert results == documents and step.stats["documents"].total == 6
-    rows = generator.generate_n_best([*SOURCES, ""], return_scores=False, **options)
-    expected = [[item.text for item in row] if num_targets > 1 else row[0].text for row in rows]
-    assert [document.metadata["de"] for document in results] == expected

@@ -8,7 +8,7 @@ from metaphrase.data.pairs import PairSource
 from metaphrase.filtering import run
 from metaphrase.filtering.rules import RULES, FilterSettings
 from metaphrase.filtering.run import WorkFolder, filter_pairs, format_report, partial_path
-from metaphrase.storage.folders import WriteLock
+from metaphrase.storage.folders import write_lock
 
 ACTIVE = [rule for rule in RULES if rule not in ("encoding", "language")]
 SETTINGS = FilterSettings(rules=ACTIVE)
@@ -154,7 +154,7 @@ def test_another_command_and_a_second_run_are_refused(source, tmp_path):
     open_folder(path, False, rules=["copy"]).save({"read": 1})
     for resume in (True, False):
         with (
-            WriteLock(partial_path(tmp_path / "clean.tsv"), "output"),
+            write_lock(partial_path(tmp_path / "clean.tsv"), "output"),
             pytest.raises(ValueError, match="by one run at a"),
         ):
             filter_pairs(source, [tmp_path / "clean.tsv"], SETTINGS, resume=resume)

@@ -361,10 +361,7 @@ def test_scores_have_their_intervals_and_those_of_tasks(full_folder):
     exact = {"score": 100.0, "confidence_interval": [97.57, 100.0], "bs": 1000}
     (full_folder / "metrics.json").write_text(json.dumps(METRICS | {"scores": {"exact_match": exact}}))
     text = ModelCard.load(write_model_card(full_folder)).text
-    assert (
-        "| 100.00 (95 % interval 97.57 to 100.00) |" in text
-        and "that of exact match is exact (Clopper-Pearson)." in text
-    )
+    assert "| 100.00 (95 % interval 97.57 to 100.00) |" in text and "that of exact match is Wilson's." in text
 
 
 @pytest.fixture

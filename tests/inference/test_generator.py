@@ -33,10 +33,10 @@ def test_order_and_number_are_kept_and_batched_is_alone(generator):
 
 
 def test_white_space_gives_empty_texts_without_asking_the_model(generator, monkeypatch):
-    seen, whole = [], module.generate_hypotheses
+    seen, whole = [], module.decode
     monkeypatch.setattr(
         module,
-        "generate_hypotheses",
+        "decode",
         lambda model, ids, *args, **rest: seen.extend(ids) or whole(model, ids, *args, **rest),
     )
     targets = generator.generate([*WHITE, SOURCES[0], *WHITE])

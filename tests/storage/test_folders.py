@@ -20,7 +20,7 @@ from metaphrase.inference.line_files import OutputFile
 from metaphrase.scripts import generate
 from metaphrase.scripts.__main__ import run
 from metaphrase.storage import folders
-from metaphrase.storage.folders import WriteLock, check_output, file_in_one_step, folder_in_one_step, write_provenance
+from metaphrase.storage.folders import check_output, file_in_one_step, folder_in_one_step, write_lock, write_provenance
 from metaphrase.training.experiment import Experiment
 
 WRITE = """
@@ -157,35 +157,30 @@ REFUSAL = r"`output` must be written by one run at a time, got .*, which another
 
 def is_free(path):
     try:
-        WriteLock(path, "output").release()
+        with write_lock(path, "output"):
+            return True
     except ValueError:
         return False
-    return True
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(kind, tmp_path, monkeypatch, caplog):
     path = tmp_path / "place"
     path.touch() if kind == "file" else path.mkdir()
-    with WriteLock(path, "output") as lock:
-        with pytest.raises(ValueError, match=REFUSAL):
-            WriteLock(path, "output")
-        lock.release()
-        assert is_free(path)
-    with WriteLock(path, "output"):
-        # A second release must not free the lock that another run has taken since.
-        lock.release()
-        assert not is_free(path)
+    with write_lock(path, "output"), pytest.raises(ValueError, match=REFUSAL), write_lock(path, "output"):
+        pass
+    assert is_free(path)
     with writer("folder", path):
         assert not is_free(path)
     assert is_free(path)
     # A forked process outlives the lock of its parent, and does not hold it.
-    lock = WriteLock(path, "output")
+    lock = contextlib.ExitStack()
+    lock.enter_context(write_lock(path, "output"))
     if (child := os.fork()) == 0:
         time.sleep(600)
         os._exit(0)
     assert not is_free(path)
-    lock.release()
+    lock.close()
     deadline = time.monotonic() + 60
     while not is_free(path):
         # The child has not come to run yet.
@@ -196,7 +191,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(kind, t
     assert names(tmp_path) == [".place.partial", "place"]
     # A place without locks locks nothing, and says so.
     monkeypatch.setattr(folders.FileLock, "acquire", Mock(side_effect=OSError(errno.ENOLCK, "no locks available")))
-    with WriteLock(path, "output"):
+    with write_lock(path, "output"):
         assert is_free(path)
     assert "place is not locked against a second run: " in caplog.text
 

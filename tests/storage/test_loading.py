@@ -181,25 +181,21 @@ def test_damaged_file_is_named(file, folder):
 @pytest.mark.parametrize("subcommand", [subcommand for subcommand in SUBCOMMANDS if subcommand != "average"])
 def test_every_subcommand_names_the_broken_field_before_it_reads_weights(subcommand, folder, tmp_path, capsys):
     (folder / "model.safetensors").write_bytes(b"no weights")
-    change(folder, "generation_config.json", forced_bos_token_id={})
+    change(folder, "generation_config.json", num_beams={})
     assert run_subcommand(subcommand, folder, tmp_path) == 2
     path = str(folder / "generation_config.json")
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"metaphrase {subcommand}: error: `forced_bos_token_id` in {path!r} must be ")
+    assert said.startswith(f"metaphrase {subcommand}: error: `num_beams` in {path!r} must be ")
 
 
 @pytest.mark.parametrize(
     ("file", "field", "value"),
     [
-        ("config.json", "model_type", {}),
-        ("config.json", "dropout", {}),
-        ("config.json", "encoder_layers", 20_000),
         ("generation_config.json", "num_beams", 1.5),
         ("generation_config.json", "temperature", float("nan")),
         ("generation_config.json", "top_p", {"a": 1}),
         ("generation_config.json", "do_sample", "never"),
         ("generation_config.json", "early_stopping", "always"),
-        ("generation_config.json", "decoder_start_token_id", -1),
     ],
 )
 @pytest.mark.parametrize("family", ["metaphrase", "bart"])
@@ -213,21 +209,4 @@ def test_field_with_a_wrong_value_is_named(family, file, field, value, folder, o
     change(folder, file, **{field: value})
     with pytest.raises(ValueError, match=rf"^[^\n]*{file}'[^\n]*$") as caught:
         check_model_folder(folder)
-    assert field in str(caught.value) or file == "config.json"
-
-
-def test_ids_that_index_the_embedding_must_be_its_rows(others, tmp_path):
-    folder = shutil.copytree(others / "marian", tmp_path / "marian")
-    rule = r"in '\S+config.json' must be an id of the vocabulary, from 0 to \d+, got"
-    size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    change(folder, "config.json", eos_token_id=[0, size - 1])
-    check_model_folder(folder)
-    change(folder, "config.json", eos_token_id=[0, size])
-    with pytest.raises(ValueError, match=rf"^`eos_token_id` {rule} \[0, {size}\]"):
-        check_model_folder(folder)
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": 0}
-    del fields["decoder_start_token_id"]
-    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    # The default of Marian's class.
-    with pytest.raises(ValueError, match=rf"^`decoder_start_token_id` {rule} 58100"):
-        check_model_folder(folder)
+    assert field in str(caught.value)

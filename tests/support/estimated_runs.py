@@ -4,6 +4,7 @@ from tiny_models import tiny_model
 from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.choices.memory import BatchShape, Precision
+from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.configuration_metaphrase import FULL, SLIDING
 
 PAIRS, SOURCE, TARGET = 8, 32, 24
@@ -40,6 +41,12 @@ DESIGNS = {
     "recurrent decoder": {"decoder_self_attention": "ssru"},
     "merged, with capped logits": {"merged_attention": True, "final_logit_softcapping": 5.0},
 }
+
+
+def meta_model(config: MetaphraseConfig) -> MetaphraseForConditionalGeneration:
+    """Return a model on the meta device, which takes no memory."""
+    with torch.device("meta"):
+        return MetaphraseForConditionalGeneration(config)
 
 
 def training_model(**fields):

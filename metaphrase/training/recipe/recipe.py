@@ -172,11 +172,7 @@ class Recipe(fields.AllFields):
         if metric is not None and arguments.get("greater_is_better") is None:
             # transformers takes everything but a loss for better if greater.
             arguments["greater_is_better"] = not is_better_lower(metric)
-        try:
-            training_arguments = Seq2SeqTrainingArguments(**arguments)
-        except TypeError as error:
-            # A mapping, such as that of accelerate, has an unknown key.
-            raise MetaphraseError(f"Fields of transformers must be valid: {error}.") from error
+        training_arguments = Seq2SeqTrainingArguments(**arguments)
         if training_arguments.lr_scheduler_type in METRIC_SCHEDULES and training_arguments.greater_is_better:
             # These schedules minimize by default.
             options = training_arguments.lr_scheduler_kwargs or {}
