@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 # Evenly spread pairs whose texts are compared. More change the shares little.
 _COMPARED_PAIRS, _MIN_PAIRS = 5000, 20
 # Half of the pairs of a text normalizer may be equal on both sides, and all targets of a classifier are a few words.
-_EQUAL_SIDES, _ONE_TARGET, _ONE_TARGET_OF_MANY, _FEW_TARGETS = 0.95, 0.8, 0.5, 20
+_QUOTED, _EQUAL_SIDES, _ONE_TARGET, _ONE_TARGET_OF_MANY, _FEW_TARGETS = 0.95, 0.95, 0.8, 0.5, 20
 # Public corpora of code share up to 9 % of their sources.
 _SHARED_SOURCES = 0.1
 _LONG_REFERENCES, _UNFINISHED = 0.01, 0.02
@@ -60,7 +60,7 @@ def data_alerts(corpus: Any) -> Iterator[str]:
 
 
 def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
-    """Look for equal sides and equal targets in a sample."""
+    """Look for quotes, equal sides and equal targets in a sample."""
     pairs, prefix = corpus.splits["train"], len(corpus.recipe.source_prefix or "")
     if len(pairs) < _MIN_PAIRS:
         return
@@ -68,6 +68,9 @@ def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
     sources = [source[prefix:].strip() for source in sample["source"][:]]
     targets = [target.strip() for target in sample["target"][:]]
     equal = sum(map(str.__eq__, sources, targets)) / len(targets)
+    texts = sources + targets
+    if sum(len(text) > 1 and text[0] == text[-1] == '"' for text in texts) >= _QUOTED * len(texts):
+        yield f"{corpus.label}train: quotes stand around nearly all texts. Remove them: only a .csv file may quote its texts."
     counts = Counter(targets)
     text, most = counts.most_common(1)[0]
     if equal >= _EQUAL_SIDES:

@@ -38,6 +38,7 @@ def test_good_pairs_raise_no_alert(tmp_path, pairs, caplog):
 @pytest.mark.parametrize(
     ("change", "alert"),
     [
+        (lambda p: {"train": [(f'"{s}"', f'"{t}"') for s, t in p["train"]]}, "train: quotes stand around nearly all"),
         (lambda p: {"train": [(s, s) for s, _ in p["train"]]}, "train: source and target are the same text in 100 %"),
         (
             lambda p: {"train": p["train"][:60] + [(s, "Nein.") for s, _ in p["train"][60:]]},
