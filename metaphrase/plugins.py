@@ -55,13 +55,15 @@ PLACES: dict[str, str] = {
     "choose": "metaphrase.choices.completion:complete",
     # The search that decodes best: options of `generate()` and the reason.
     "choose_decoding": "metaphrase.choices.completion:choose_decoding",
-    # Warnings of pairs, settings and outputs.
+    # Warnings of pairs, settings and outputs, and a callback that warns of scores during training.
     "alerts": "metaphrase.choices.alerts:warn",
+    "training_alerts": "metaphrase.choices.alerts:TrainingAlerts",
     # The needs of an experiment.
     "estimate": "metaphrase.choices.estimate:dry_run",
-    # Setup of a process that decodes or trains on a CPU.
+    # Setup of a process that decodes or trains on a CPU, and the alert that bfloat16 is slow there.
     "kept_memory": "metaphrase.ops.cpu_setup:keep_freed_memory",
     "cpu_setup": "metaphrase.ops.cpu_setup:prepare_cpu",
+    "slow_bfloat16": "metaphrase.ops.cpu_setup:slow_bfloat16_alerts",
     # Faster operators, and the decoder.
     "training_operators": "metaphrase.ops.packed_stacks:plug_in",
     "projected_loss": "metaphrase.ops.projected_loss:loss_of_head",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, set_seed
 
+from metaphrase.choices.alerts import TrainingAlerts
 from metaphrase.choices.completion import complete
 from metaphrase.choices.estimate import estimate_recipe
 from metaphrase.errors import MetaphraseError, naming_extra
@@ -164,7 +165,8 @@ class Tuning:
         trainer = make_trainer(recipe, arguments, self.data, make_model(recipe, self.data), self.experiment.scores)
         deadline = min(self.deadline, time.time() + self.seconds)
         trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
-        trainer.remove_callback(ProgressLog)
+        for printer in (ProgressLog, TrainingAlerts):
+            trainer.remove_callback(printer)
         trainer.add_callback(scores)
         try:
             trainer.train()

@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 from small_experiments import make_recipe, train
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TrainerState
 
-from metaphrase.choices.alerts import run_alerts
+from metaphrase.choices.alerts import TrainingAlerts, run_alerts
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.training.experiment import Experiment
 
@@ -38,6 +38,8 @@ def test_good_pairs_raise_no_alert(tmp_path, pairs, caplog):
 @pytest.mark.parametrize(
     ("change", "alert"),
     [
+        (lambda p: {"train": p["train"] * 10}, "train: 2,700 of 3,000 pairs repeat an earlier one"),
+        (lambda p: {"train": [("English", "German"), *p["train"]]}, "train: the first pair is 'English' and 'German'."),
         (lambda p: {"train": [(f'"{s}"', f'"{t}"') for s, t in p["train"]]}, "train: quotes stand around nearly all"),
         (lambda p: {"train": [(s, s) for s, _ in p["train"]]}, "train: source and target are the same text in 100 %"),
         (
@@ -74,7 +76,7 @@ def test_a_learning_rate_of_another_order_is_named(fields, width, direction, tmp
 def test_a_run_that_deserves_them_gets_all_alerts(data, tmp_path, caplog):
     fields = {"max_steps": 6, "eval_steps": 2, "save_strategy": "no", "generation_max_length": 60}
     train(data, tmp_path / "run", **fields)
-    for text in ("far too low for a new network", "met the length limit"):
+    for text in ("far too low for a new network", "Scores stay at zero: bleu 0.0", "met the length limit"):
         assert caplog.text.count(text) == 1
 
 
@@ -82,3 +84,22 @@ def test_references_beyond_the_limit_are_named(data, tmp_path, caplog):
     fields = {"max_steps": 1, "save_strategy": "no", "eval_strategy": "no", "generation_max_length": 3}
     train(data, tmp_path / "run", **fields)
     assert "validation: 8 of 8 references are longer than the length limit of outputs (2)" in caplog.text
+
+
+def replay(scores, caplog, updates=1200):
+    caplog.clear()
+    callback, state = TrainingAlerts(list(scores)), TrainerState(max_steps=updates)
+    for state.global_step in (300, 600, 900):
+        state.log_history.append(
+            {f"eval_{name}": score for name, score in scores.items()} | {"step": state.global_step}
+        )
+        callback.on_evaluate(None, state, None)
+    return caplog.messages
+
+
+def test_scores_that_stay_at_zero(caplog):
+    [message] = replay({"bleu": 0.0, "chrf": 9.0}, caplog)
+    assert message.startswith("Scores stay at zero: bleu 0.0, chrf 9.0 after 900 updates.")
+    assert replay({"bleu": 0.0, "chrf": 30.0}, caplog) == []
+    # Early evaluations do not count, and neither does a share of sentences that are right as a whole.
+    assert replay({"bleu": 0.0, "chrf": 9.0}, caplog, updates=6000) == replay({"exact_match": 0.0}, caplog) == []

@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+from metaphrase.ops import cpu_setup
+
 # Page faults of the second half of ten large temporaries, before and after; those below 32 MiB glibc keeps by itself.
 PROGRAM = """
 import resource
@@ -52,3 +54,11 @@ def test_kernels_of_few_shapes_are_kept():
     environment = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
     made = run_python(KERNELS, env=environment | {"ONEDNN_VERBOSE": "profile_create"}).count("create:cache_miss")
     assert made >= 200
+
+
+@pytest.mark.parametrize(("speed", "is_slow"), [(0.52, True), (0.95, False), (4.0, False)])
+def test_slow_bfloat16_is_told(speed, is_slow, monkeypatch):
+    monkeypatch.setattr(cpu_setup, "speed_of_bfloat16", lambda: speed)
+    assert [f"{speed} of its speed in float32" in alert for alert in cpu_setup.slow_bfloat16_alerts()] == [
+        True
+    ] * is_slow
