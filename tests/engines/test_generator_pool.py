@@ -1,5 +1,6 @@
 """Generator pool: what one generator writes, by several processes, which end with the pool and with whoever made it."""
 
+import importlib
 import itertools
 import os
 import signal
@@ -181,3 +182,17 @@ def test_a_death_is_named(pool):
     os.kill(processes_of(pool)[0], signal.SIGKILL)
     with pytest.raises(ChildProcessError, match="A process of the generator pool died"):
         list(stream)
+
+
+@pytest.mark.parametrize("num_targets", [1, 3])
+def test_documents_of_datatrove_keep_their_order_and_get_their_targets(folder, generator, num_targets):
+    documents = pytest.importorskip("datatrove.data").Document
+    documents = [documents(text, str(number)) for number, text in enumerate([*SOURCES, ""])]
+    options = {"num_beams": 3, "num_return_sequences": num_targets}
+    step = importlib.import_module("metaphrase.engines.datatrove").GenerateStep
+    step = step(folder, key="de", chunk_size=2, loading={"device": "cpu"}, **options)
+    results = list(step(iter(documents)))
+    assert results == documents and step.stats["documents"].total == 6
+    rows = generator.generate_n_best([*SOURCES, ""], return_scores=False, **options)
+    expected = [[item.text for item in row] if num_targets > 1 else row[0].text for row in rows]
+    assert [document.metadata["de"] for document in results] == expected
