@@ -1,6 +1,7 @@
 import json
 import math
 
+import evaluate
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from metaphrase.conversion.vocabulary_map import VocabularyMap
 from metaphrase.data.pairs import TASK_COLUMN
 from metaphrase.evaluation import metrics
+from metaphrase.evaluation.corpus_metric import CorpusMetric
 from metaphrase.evaluation.evaluate import (
     TaskScores,
     ValidationSample,
@@ -55,6 +57,18 @@ def test_sacrebleu_scores_equal_corpus_score(name, scorer_class, options, fixed)
     assert result["signature"] == str(scorer.get_signature()) and "nrefs:2" in result["signature"]
     if name == "bleu":
         assert all(result[name] == getattr(expected, name) for name in ("precisions", "bp", "ref_len"))
+
+
+def test_scores_are_metrics_of_evaluate():
+    metric = CorpusMetric("bleu")
+    metric.add_batch(predictions=PREDICTIONS[:3], references=REFERENCES[:3])
+    metric.add(prediction=PREDICTIONS[3], reference=REFERENCES[3])
+    assert metric.compute(tokenize="none") == score("bleu", PREDICTIONS, REFERENCES, tokenize="none")
+    lists = [list(texts) for texts in zip(REFERENCES, SECOND_REFERENCES, strict=True)]
+    both = evaluate.combine({"wer": CorpusMetric("wer"), "ter": CorpusMetric("ter")})
+    results = both.compute(predictions=PREDICTIONS, references=lists)
+    for name in ("wer", "ter"):
+        assert results[f"{name}_score"] == score(name, PREDICTIONS, lists)["score"] > 0
 
 
 def test_the_number_of_references_may_vary():
