@@ -58,8 +58,12 @@ def test_each_machine_has_its_number(line):
 def test_slurm_scripts_are_bash_and_resume(script):
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert "--requeue" in script.splitlines()[1] + script.splitlines()[2]
-    [words] = commands_in(script, "torchrun")
-    assert run_torchrun(words)[1].resume and "scontrol show hostnames" in script
+    started = commands_in(script, "torchrun")
+    for words in started:
+        assert run_torchrun(words)[1].resume and "scontrol show hostnames" in script
+    if not started:
+        [words] = commands_in(script, "metaphrase")
+        assert parse("train", words[1:]).resume
 
 
 def test_the_task_has_keys_of_skypilot():
@@ -104,8 +108,23 @@ def test_two_machines_train_as_one(reference, corpus_folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SLURM)
 def test_slurm_scripts_train_and_go_on(script, reference, corpus_folder, tmp_path):
-    path = write_commands(tmp_path / "bin", srun='exec "${@:2}"', scontrol="echo 127.0.0.1")
-    variables = {"SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "PATH": path}
+    starts_one = "torchrun" in script
+    one_task = 'exec "${@:2}"'
+    many_tasks = 'for k in 0 1; do SLURM_PROCID=$k SLURM_LOCALID=$k "${@:2}" & done; wait'
+    path = write_commands(
+        tmp_path / "bin",
+        srun=one_task if starts_one else many_tasks,
+        scontrol="echo 127.0.0.1",
+        metaphrase='exec python -m metaphrase "$@"',
+    )
+    variables = {
+        "SLURM_NNODES": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NODELIST": "localhost",
+        "PATH": path,
+    }
     script = script.replace("29500", str(free_port())).replace("--nproc_per_node 8", "--nproc_per_node 2")
     for steps in (3, 6):
         words = words_of(corpus_folder, tmp_path / "run", max_steps=steps, lr_scheduler_type="constant")

@@ -5,7 +5,9 @@ import contextlib
 import functools
 import gc
 import os
-from collections.abc import Callable
+import pickle
+import re
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +37,7 @@ _LONGEST_WAIT = timedelta(days=7)
 
 def join_processes(recipe: Recipe) -> None:
     """Prepare this process to join those that a launcher has started, and join them on a CPU. transformers does the rest."""
+    os.environ |= variables_of_slurm(os.environ)
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or distributed.is_initialized():
         return
     # Without this, a script that ends with its training may be aborted. A group of the launcher's own stays.
@@ -44,6 +47,27 @@ def join_processes(recipe: Recipe) -> None:
         PartialState(cpu=True, backend=recipe.ddp_backend, timeout=timedelta(seconds=recipe.ddp_timeout))
 
 
+def variables_of_slurm(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of torchrun for a task of `srun`, by its variables of Slurm; nothing in any other process.
+
+    torch, accelerate and transformers do not read those of Slurm. A shell of `salloc` has no step.
+    """
+    size = variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1"))
+    names = {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID"}
+    if int(size) < 2 or "RANK" in variables or not names <= variables.keys():
+        return {}
+    nodes = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", "127.0.0.1"))
+    # `gpu[07-09,12],cpu1` begins with `gpu07`.
+    first = re.sub(r"\[(\d+)[^]]*\]", r"\1", nodes).partition(",")[0]
+    # `4(x2),1` is 4 on each of 2 machines, and 1 on the third.
+    local_size = variables.get("SLURM_STEP_TASKS_PER_NODE", size).partition("(")[0].partition(",")[0]
+    # Steps of one job may share a machine. Ports from 32768 on are for clients.
+    port = 15_000 + (int(variables.get("SLURM_JOB_ID", 0)) + int(variables["SLURM_STEP_ID"])) % 15_000
+    values = {"RANK": variables["SLURM_PROCID"], "WORLD_SIZE": size, "LOCAL_RANK": variables["SLURM_LOCALID"]}
+    values |= {"LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": first, "MASTER_PORT": str(port)}
+    return {name: variables.get(name, value) for name, value in values.items()}
+
+
 @functools.cache
 def _group_on_cpu(world: Any) -> Any:
     # No accelerator has to wait for what is sent here. `world` is the default group, which another one may follow.
@@ -51,29 +75,35 @@ def _group_on_cpu(world: Any) -> Any:
 
 
 def from_first_process(function: Callable[[], Value]) -> Value:
-    """Return, in all processes, the value of a function that the first process calls.
+    """Return, in all processes, the value of a function that the first process calls. Raise its error in all of them.
 
-    Its error ends all of them: the others raise a RuntimeError with the message. All processes must call this. The value must
-    be such that it can be pickled.
+    All processes must call this. The value must be such that it can be pickled.
     """
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
         return function()
     # Made before the first process works, since a group is waited for less long than its values.
     group = _group_on_cpu(distributed.group.WORLD)
-    error: Exception | None = None
+    error, is_first = None, distributed.get_rank() == 0
     sent: list[Any] = [None, None]
-    if distributed.get_rank() == 0:
+    if is_first:
         try:
             sent[0] = function()
         except Exception as raised:
-            error, sent[1] = raised, f"{type(raised).__name__}: {raised}"
+            error, sent[1] = raised, _as_sent(raised)
     distributed.broadcast_object_list(sent, src=0, group=group)
-    if error is None and sent[1] is not None:
-        error = RuntimeError(sent[1])
+    if not is_first and (error := sent[1]) is not None:
         error.add_note(OF_FIRST_PROCESS)
     if error is not None:
         raise error
     return sent[0]
+
+
+def _as_sent(error: Exception) -> Exception:
+    """Return an error, or a plain one with its message if it cannot be sent."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def leave_processes() -> None:

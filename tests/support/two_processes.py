@@ -8,17 +8,22 @@ import time
 
 from job_server import JobServer, fork, serve
 
+VARIABLES = {
+    "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID"),
+}
+
 
 class Server(JobServer):
     def __init__(self):
         super().__init__(__file__)
 
-    def run(self, folder, work, *words):
+    def run(self, folder, work, *words, launcher="torchrun"):
         """Do a work of this file with some words in two processes. Return the exit status and the log of each."""
         with socket.socket() as place:
             place.bind(("127.0.0.1", 0))
             port = place.getsockname()[1]
-        job = {"folder": str(folder), "work": work, "words": words, "port": port}
+        job = {"folder": str(folder), "work": work, "words": words, "launcher": launcher, "port": port}
         statuses = self.ask(job)
         return statuses, [(folder / f"log_{rank}").read_text(encoding="utf-8") for rank in range(2)]
 
@@ -33,8 +38,11 @@ def begin(job, rank):
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(job["folder"])
-    values = dict.fromkeys(("RANK", "LOCAL_RANK"), rank) | {"WORLD_SIZE": 2, "MASTER_PORT": job["port"]}
-    values["MASTER_ADDR"] = "127.0.0.1"
+    names = VARIABLES[job["launcher"]]
+    values = dict(zip(names, (rank, rank, 2, 0), strict=False)) | {
+        "MASTER_PORT": job["port"],
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ |= {name: str(value) for name, value in values.items()}
     WORKS[job["work"]](rank, job["words"])
 

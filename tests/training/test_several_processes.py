@@ -7,7 +7,7 @@ from small_runs import write_pairs
 from two_processes import Server
 
 from metaphrase.choices import completion
-from metaphrase.training.distributed import from_first_process
+from metaphrase.training.distributed import from_first_process, variables_of_slurm
 from metaphrase.training.recipe.recipe import load_recipe
 
 SIZES = [f"--model.{stack}_layers=1" for stack in ("encoder", "decoder")]
@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_the_first_clock_ends_both_processes_in_time(server, folder):
     words = [*WORDS, *SMALL, "--time_budget", "8s", "--num_beams", "1"]
-    statuses, logs = server.run(folder, "train_by_another_clock", *words)
+    statuses, logs = server.run(folder, "train_by_another_clock", *words, launcher="srun")
     assert statuses == [0, 0], logs
     rates = [re.findall(r"^update (\d+): \[(.*)\]$", log, re.MULTILINE) for log in logs]
     assert rates[0] == rates[1] and len(rates[0]) > 1
@@ -70,3 +70,30 @@ def test_one_process_asks_no_other():
     assert from_first_process(lambda: 3) == 3
     with pytest.raises(KeyError):
         from_first_process(lambda: {}["absent"])
+
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "12345", "SLURM_NTASKS": "9", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+STEP |= {"SLURM_STEP_NODELIST": "gpu[07-08,12],cpu1", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"}
+
+
+def test_a_task_of_slurm_has_the_variables_of_torchrun():
+    expected = {"RANK": "5", "WORLD_SIZE": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu07"}
+    assert variables_of_slurm(STEP) == expected | {"MASTER_PORT": "27345"}
+    given = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    assert variables_of_slurm(STEP | given) == expected | given
+    # Two steps of a job may share a machine.
+    assert variables_of_slurm(STEP | {"SLURM_STEP_ID": "1"})["MASTER_PORT"] == "27346"
+    for nodes, first in (("node1", "node1"), ("a,b", "a"), ("rack[1-2]node[3,5]-ib", "rack1node3-ib")):
+        assert variables_of_slurm(STEP | {"SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
+
+
+def test_other_processes_of_slurm_stay_alone():
+    shell = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
+    for variables in (
+        {},
+        shell,
+        STEP | {"SLURM_NTASKS": "1"},
+        STEP | {"RANK": "0"},
+        STEP | {"SLURM_STEP_NUM_TASKS": "1"},
+    ):
+        assert not variables_of_slurm(variables)
