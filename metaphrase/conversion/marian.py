@@ -280,12 +280,7 @@ _FIXED_OPTIONS: dict[str, tuple] = {
     **dict.fromkeys(_OFF, (False,)),
 }
 # Options of other networks, which Marian writes into every file.
-_OTHER_NETWORKS: dict[str, Any] = {"bert-train-type-embeddings": True, "bert-type-vocab-size": 2, "skip": False}
-_OTHER_NETWORKS |= {"dec-cell-base-depth": 2, "dec-cell-high-depth": 1, "dim-rnn": 1024, "enc-cell": "gru"}
-_OTHER_NETWORKS |= {"enc-cell-depth": 1, "enc-type": "bidirectional", "transformer-aan-activation": "swish"}
-_OTHER_NETWORKS |= {"transformer-aan-depth": 2, "transformer-aan-nogate": False, "transformer-dim-aan": 2048}
-_OTHER_NETWORKS |= {"transformer-guided-alignment-layer": "last", "ulr-dim-emb": 0, "separator-symbol": "[eos]"}
-_OTHER_NETWORKS |= {"ulr-trainable-transformation": False}
+_OTHER_NETWORKS = yaml.safe_load(Path(__file__).with_name("marian_options.yml").read_text(encoding="utf-8"))
 # Marian's options, our fields, and Marian's values, of which the first is the default, with ours.
 _CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer-ffn-activation": ("activation_function", {"swish": "silu", "relu": "relu", "gelu": "gelu"}),
