@@ -125,10 +125,8 @@ def check_folder(folder: Path) -> None:
     settings = read_fields(folder / "tokenizer_config.json")
     # Code beside the model is not run here. A slow tokenizer may need a package that is not installed here.
     if settings is not None and "auto_map" not in settings:
-        try:
+        with contextlib.suppress(ImportError):
             TokenizerPair.from_pretrained(folder)
-        except ImportError:
-            logger.info("The tokenizers were not loaded: a package is missing.")
     with contextlib.ExitStack() as files:
         weights = WeightFiles(folder, files)
         for name in weights.kinds:

@@ -1,6 +1,7 @@
 """The exception of a user's mistake, and how to tell a mistake from a bug."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,16 @@ def naming_extra(extra: str, library: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ImportError(f"{library} is not installed: pip install metaphrase[{extra}]") from error
+
+
+@contextlib.contextmanager
+def naming_damaged_file(path: str | os.PathLike, expected: str) -> Iterator[None]:
+    """Name the file in each of the many errors that libraries raise for damaged files."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise MetaphraseError(f"{path} must be {expected}, got {type(error).__name__}: {text}") from error
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -124,11 +124,9 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             encoder_outputs = self.encoder(*inputs, return_dict=True, **kwargs)
         elif not isinstance(encoder_outputs, BaseModelOutput):
             encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
+        of_encoder = {f"encoder_{name}": value for name, value in encoder_outputs.items()}
         if decoder_input_ids is None and decoder_inputs_embeds is None:
-            states, attentions = encoder_outputs.hidden_states, encoder_outputs.attentions
-            rest = {"encoder_hidden_states": states, "encoder_attentions": attentions}
-            output = encoder_outputs.last_hidden_state
-            return Seq2SeqModelOutput(last_hidden_state=output, encoder_last_hidden_state=output, **rest)
+            return Seq2SeqModelOutput(last_hidden_state=encoder_outputs.last_hidden_state, **of_encoder)
         decoder_outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -146,9 +144,7 @@ class MetaphraseModel(EncoderDecoderEmbeddings):
             decoder_hidden_states=decoder_outputs.hidden_states,
             decoder_attentions=decoder_outputs.attentions,
             cross_attentions=decoder_outputs.cross_attentions,
-            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
+            **of_encoder,
             **{CACHE_NAME: getattr(decoder_outputs, CACHE_NAME)},
         )
 

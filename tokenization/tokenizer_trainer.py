@@ -138,19 +138,14 @@ def train_tokenizer(texts: Iterable[str], **options: Any) -> PreTrainedTokenizer
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {EOS}", pair=f"$A {EOS} $B:1 {EOS}:1", special_tokens=[(EOS, CONTROL_TOKENS.index(EOS))]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNK,
-        padding_side="right",
-        truncation_side="right",
-        # There are no segment embeddings.
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=True,
-    )
+    tokens = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "unk_token": UNK}
+    return fast_tokenizer(tokenizer, **tokens, split_special_tokens=True)
+
+
+def fast_tokenizer(tokenizer: Tokenizer, **options: Any) -> PreTrainedTokenizerFast:
+    """Return transformers' form of a tokenizer, which pads on the right and makes no segments."""
+    options |= {"model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", truncation_side="right", **options)
 
 
 def find_joiner(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -26,6 +26,7 @@ from metaphrase.storage.folders import ADAPTATION_NAME, read_json, write_provena
 from metaphrase.storage.loading import check_model_folder
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.tokenizer_trainer import fast_tokenizer
 
 CrossAttention = Literal["copied", "new", "merged"]
 _GEMMA = {"norm_position": "both", "norm_plus_one": True, "scale_embedding": True}
@@ -136,16 +137,10 @@ def _adapt_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     backend.post_processor = processors.TemplateProcessing(
         single=["$A", end], pair=["$A", end, "$B", end], special_tokens=[(end, theirs.eos_token_id)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        **{name: getattr(theirs, name) for name in ("bos_token", "eos_token", "unk_token")},
-        # Padding is masked, so that any token serves.
-        pad_token=theirs.pad_token or theirs.unk_token or end,
-        padding_side="right",
-        model_max_length=theirs.model_max_length,
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-    )
+    tokens = {name: getattr(theirs, name) for name in ("bos_token", "eos_token", "unk_token")}
+    # Padding is masked, so that any token serves.
+    tokens["pad_token"] = theirs.pad_token or theirs.unk_token or end
+    return fast_tokenizer(backend, **tokens, model_max_length=theirs.model_max_length)
 
 
 def _make_config(bases: dict[str, _Base], tokenizers: TokenizerPair, **options: Any) -> MetaphraseConfig:

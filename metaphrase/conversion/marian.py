@@ -32,12 +32,13 @@ from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families import family
 from metaphrase.conversion.families.family import DECODER_EMBEDDING, ENCODER_EMBEDDING, HEAD, HEAD_BIAS
 from metaphrase.conversion.vocabulary_map import VOCABULARY_MAP_NAME, VocabularyMap
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, naming_damaged_file
 from metaphrase.modeling import MetaphraseConfig, MetaphraseForConditionalGeneration
 from metaphrase.modeling.configuration_metaphrase import SSRU
 from metaphrase.storage.folders import read_fields
 from metaphrase.storage.weight_files import PlannedTensor, WeightFiles, listed
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.tokenization.tokenizer_trainer import fast_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def read_model_file(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     Weights of 8 bits (intgemm) are multiplied out. Factors of activations, which 8 bits need, are dropped.
     """
     # numpy leaves a damaged file open.
-    with _naming_damaged_file(path, "a whole file of Marian"), open(path, "rb") as file:
+    with naming_damaged_file(path, "a whole file of Marian"), open(path, "rb") as file:
         arrays = dict(np.load(file)) if path.suffix == ".npz" else _read_bin(path)
         options = dict(yaml.safe_load(arrays.pop(OPTIONS_NAME).tobytes().rstrip(b"\0").decode()))
     weights = {name: array for name, array in arrays.items() if not name.endswith("_QuantMultA")}
@@ -81,16 +82,6 @@ def read_model_file(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         if weight.dtype != np.float32 or not np.isfinite(weight).all():
             raise MetaphraseError(f"`{name}` of {path} must hold finite numbers in float32, got {weight.dtype}.")
     return options, weights
-
-
-@contextlib.contextmanager
-def _naming_damaged_file(path: Path, expected: str) -> Iterator[None]:
-    """Name the file in each of the many errors that libraries raise for damaged files."""
-    try:
-        yield
-    except Exception as error:
-        text = " ".join(str(error).split())
-        raise MetaphraseError(f"{path} must be {expected}, got {type(error).__name__}: {text}") from error
 
 
 def _make_reader(path: Path) -> Callable[[str, int], np.ndarray]:
@@ -146,7 +137,7 @@ def read_vocabularies(folder: Path) -> TokenizerPair:
         raise MetaphraseError(f"{text}, got {names} in {folder}.")
     tokenizers = []
     for path in paths:
-        with _naming_damaged_file(path, "a unigram model of SentencePiece"):
+        with naming_damaged_file(path, "a unigram model of SentencePiece"):
             tokenizers.append(_make_tokenizer(path.read_bytes()))
     source, target = tokenizers[0], tokenizers[-1]
     one, other = ((len(side), side.eos_token_id, side.unk_token_id) for side in (source, target))
@@ -191,16 +182,8 @@ def _make_tokenizer(content: bytes) -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="$A </s>", pair="$A </s> $B:1 </s>:1", special_tokens=[("</s>", end)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="</s>",
-        unk_token=names[unknown],
-        pad_token=_PADDING,
-        padding_side="right",
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-        split_special_tokens=True,
-    )
+    tokens = {"eos_token": "</s>", "unk_token": names[unknown], "pad_token": _PADDING}
+    return fast_tokenizer(tokenizer, **tokens, split_special_tokens=True)
 
 
 def _read_message(content: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -262,7 +245,7 @@ def _field(number: int, content: bytes) -> bytes:
 def _read_vocabulary_map(path: Path, tokenizers: TokenizerPair) -> VocabularyMap:
     """Return the vocabulary map of a binary lexical shortlist. With a joint vocabulary, a source token also permits itself."""
     num_tokens, end = tokenizers.source.pad_token_id, tokenizers.target.eos_token_id
-    with _naming_damaged_file(path, f"the shortlist of {num_tokens} tokens"):
+    with naming_damaged_file(path, f"the shortlist of {num_tokens} tokens"):
         read = _make_reader(path)
         magic, _, num_first, _, num_offsets, num_ids = read("<u8", 6).tolist()
         offsets, ids = read("<u8", num_offsets), read("<u4", num_ids)
@@ -297,12 +280,7 @@ _FIXED_OPTIONS: dict[str, tuple] = {
     **dict.fromkeys(_OFF, (False,)),
 }
 # Options of other networks, which Marian writes into every file.
-_OTHER_NETWORKS: dict[str, Any] = {"bert-train-type-embeddings": True, "bert-type-vocab-size": 2, "skip": False}
-_OTHER_NETWORKS |= {"dec-cell-base-depth": 2, "dec-cell-high-depth": 1, "dim-rnn": 1024, "enc-cell": "gru"}
-_OTHER_NETWORKS |= {"enc-cell-depth": 1, "enc-type": "bidirectional", "transformer-aan-activation": "swish"}
-_OTHER_NETWORKS |= {"transformer-aan-depth": 2, "transformer-aan-nogate": False, "transformer-dim-aan": 2048}
-_OTHER_NETWORKS |= {"transformer-guided-alignment-layer": "last", "ulr-dim-emb": 0, "separator-symbol": "[eos]"}
-_OTHER_NETWORKS |= {"ulr-trainable-transformation": False}
+_OTHER_NETWORKS = yaml.safe_load(Path(__file__).with_name("marian_options.yml").read_text(encoding="utf-8"))
 # Marian's options, our fields, and Marian's values, of which the first is the default, with ours.
 _CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer-ffn-activation": ("activation_function", {"swish": "silu", "relu": "relu", "gelu": "gelu"}),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import naming_damaged_file
 from metaphrase.texts.plan import SPACELESS
 
 # Libraries write a file anew. pysubs2 loses numbers, positions and comments; webvtt-py changes times.
@@ -64,10 +64,8 @@ class Subtitles:
         """Read a file. Raises `MetaphraseError` if the file is not UTF-8, or UTF-16 with a mark."""
         suffix = Path(name).suffix.lower()
         encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
-        try:
+        with naming_damaged_file(name, "subtitles in UTF-8, or UTF-16 with a mark"):
             content = data.decode(encoding)
-        except UnicodeDecodeError as error:
-            raise MetaphraseError(f"Subtitles must be UTF-8, got {name}: {error}. Convert them first.") from error
         self.newline = "\r\n" if "\r\n" in content else "\n"
         self.content = content.replace("\r\n", "\n")
         self.is_vtt, self.is_ass = suffix == ".vtt", suffix in (".ass", ".ssa")

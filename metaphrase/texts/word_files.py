@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from metaphrase.errors import MetaphraseError, naming_extra
+from metaphrase.errors import MetaphraseError, naming_damaged_file, naming_extra
 
 with naming_extra("files", "python-docx"):
     import docx
@@ -44,21 +44,16 @@ class WordFile:
         """Read a file. Raises `MetaphraseError` if this is no Word document, or unpacks to more than `most_bytes`."""
         # By default the library does not parse notes.
         PartFactory.part_type_for.update(dict.fromkeys(_NOTES, XmlPart))
-        try:
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                size = sum(entry.file_size for entry in archive.infolist())
-                names = archive.namelist() if size <= most_bytes else []
-                num_tags = sum(archive.read(part).count(b"<") for part in names)
-            # An element takes far more memory than its tag.
-            if max(size, 16 * num_tags) > most_bytes:
-                most, sizes = f"{most_bytes >> 20} MB and {most_bytes // 16} tags", f"{size >> 20} MB and {num_tags}"
-                raise MetaphraseError(f"A .docx file must unpack to at most {most}, got {sizes} in {name!r}.")
+        with naming_damaged_file(name, "a Word document"), zipfile.ZipFile(io.BytesIO(data)) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+            names = archive.namelist() if size <= most_bytes else []
+            num_tags = sum(archive.read(part).count(b"<") for part in names)
+        # An element takes far more memory than its tag.
+        if max(size, 16 * num_tags) > most_bytes:
+            most, sizes = f"{most_bytes >> 20} MB and {most_bytes // 16} tags", f"{size >> 20} MB and {num_tags}"
+            raise MetaphraseError(f"A .docx file must unpack to at most {most}, got {sizes} in {name!r}.")
+        with naming_damaged_file(name, "a Word document"):
             self._document = docx.Document(io.BytesIO(data))
-        except MetaphraseError:
-            raise
-        except Exception as error:
-            # The library raises errors of many kinds for damaged files.
-            raise MetaphraseError(f"A .docx file must be a Word document, got {name!r}: {error}.") from error
         self._paragraphs = []
         for part in self._document.part.package.iter_parts():
             if part.content_type in _PARTS:

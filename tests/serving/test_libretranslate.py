@@ -205,7 +205,7 @@ def test_a_word_document_of_many_texts_is_translated(tmp_path):
     ("status", "message", "name", "content", "fields"),
     [
         (400, "A file must end in one of .txt, .html, .htm, .srt", "talk.pdf", b"%PDF", {}),
-        (400, "must be a Word document, got 'a.docx'", "a.docx", b"PK\x03\x04", {}),
+        (400, "a.docx must be a Word document, got ", "a.docx", b"PK\x03\x04", {}),
         (400, "utf-8", "note.txt", b"\xff\xfe\xff", {}),
         (400, "xx is not supported", "talk.srt", SUBTITLES, {"target": "xx"}),
         (403, "key", "talk.srt", SUBTITLES, {"api_key": "wrong"}),

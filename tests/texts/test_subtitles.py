@@ -240,7 +240,7 @@ def test_all_text_of_an_event_is_read(tmp_path, name, content, texts):
 @pytest.mark.parametrize(
     ("name", "content", "words", "message"),
     [
-        ("talk.srt", b"1\n00:00:01,000 --> 00:00:02,000\nM\xfcll\n", (), "must be UTF-8"),
+        ("talk.srt", b"1\n00:00:01,000 --> 00:00:02,000\nM\xfcll\n", (), "must be subtitles in UTF-8"),
         ("talk.srt", b"no subtitles", (), "must hold text"),
         ("talk.pdf", b"", (), r"must end in one of \.srt"),
         ("talk.srt", SRT.encode(), ("--format", "html"), "`format` must be left out"),
