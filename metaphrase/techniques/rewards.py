@@ -153,7 +153,7 @@ class RewardTraining(TrainerCallback):
         """Return a packed batch in place of a batch of pairs."""
         pairs, device, share = unpack(batch), batch["labels"].device, self.recipe.cross_entropy_share
         sources, is_merged = [source for source, _ in pairs], model.config.merged_attention
-        rows, log_probs = self._sample(model, sources)
+        rows, log_probs = self._candidates(model, sources)
         rewards = self._rewards(pairs, rows)
         targets: list[dict[Ids, float]] = []
         for (_, reference), row, values, of_row in zip(pairs, rows, rewards, log_probs, strict=True):
@@ -177,18 +177,22 @@ class RewardTraining(TrainerCallback):
         )
         return {name: value.to(device) for name, value in row.items()}
 
-    def _sample(
+    def _candidates(
         self, model: PreTrainedModel, sources: Sequence[Sequence[int]]
     ) -> tuple[list[list[Ids]], list[np.ndarray | None]]:
         """Return the candidates of each source; for the risk, different ones alone, and their log-probabilities."""
-        is_risk = self.recipe.reward_loss == "risk"
-        options = {"num_return_sequences": self.recipe.num_candidates, "search": sample_by_prefix, **_SAMPLING}
+        is_risk, count = self.recipe.reward_loss == "risk", self.recipe.num_candidates
+        has_beams = self.recipe.candidates == "beam"
+        beams = {"num_beams": count, "do_sample": False, "length_penalty": 1.0}
+        options = beams if has_beams else {"search": sample_by_prefix, **_SAMPLING}
+        size = {"num_return_sequences": count, "batch_size": len(sources), "return_scores": is_risk}
         with torch.autocast(model.device.type, enabled=False):
-            rows = decode(model, sources, batch_size=len(sources), return_scores=is_risk, **options)
+            rows = decode(model, sources, **size, **options)
         if not is_risk:
-            return [[tuple(candidate.ids) for candidate in row] for row in rows], [None] * len(rows)
-        scores = [{tuple(candidate.ids): candidate.score for candidate in row} for row in rows]
-        return [[*row] for row in scores], [np.array([*row.values()]) for row in scores]
+            return [[tuple(item.ids) for item in row] for row in rows], [None] * len(rows)
+        # The score of a beam is the mean of its tokens.
+        totals = [{tuple(item.ids): item.score * (len(item.ids) if has_beams else 1) for item in row} for row in rows]
+        return [[*row] for row in totals], [np.array([*row.values()]) for row in totals]
 
     def _rewards(self, pairs: Sequence[tuple[list[int], Ids]], rows: Sequence[Sequence[Ids]]) -> list[np.ndarray]:
         """Return the rewards of the candidates of each source."""

@@ -140,6 +140,17 @@ def test_several_targets_of_a_source_are_pairs(design, multiple):
     assert (first - second).abs().max() <= 1e-5 * second.abs().max()
 
 
+@pytest.mark.parametrize("candidates", ["sample", "beam"])
+def test_candidates_come_with_their_log_probabilities(candidates, monkeypatch):
+    model, sources = tiny_model(), [[5, 9, 7, 4, 2], [6, 3, 2]]
+    model.generation_config.max_length = 6
+    reward = make_reward(monkeypatch, None, reward_loss="risk", candidates=candidates)
+    rows, log_probs = reward._candidates(model, sources)
+    assert all(len({*row}) == len(row) > 1 for row in rows)
+    expected = target_log_probs(model, pack(sources, [dict.fromkeys(row, 1.0) for row in rows]))
+    assert np.concatenate(log_probs).tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
 def test_batch_is_read_back():
     pairs = small_pairs(5)
     rows = [(pair["input_ids"], tuple(pair["labels"])) for pair in pairs]
@@ -165,7 +176,7 @@ def test_accumulated_batches_are_one(tmp_path, monkeypatch):
         def sample(model, sources):
             return [[tuple(ids[:-1]), tuple(ids[::-1]), (*ids[:2], 2)] for ids in sources], [None] * len(sources)
 
-        monkeypatch.setattr(reward, "_sample", sample)
+        monkeypatch.setattr(reward, "_candidates", sample)
         model = tiny_model(vocab_size=37, hidden_size=16, encoder_ffn_dim=16, decoder_ffn_dim=16)
         options = {"learning_rate": 1e-3, "max_steps": 1, "optim": "sgd", **options}
         trainer = make_trainer(model, pairs, tmp_path / name, replace_batch=reward, **options)

@@ -156,7 +156,8 @@ class OwnFields(BaseModel):
     reward_loss: Literal["risk", "rloo", "grpo"] = _technique(
         "Expected risk, or REINFORCE by the mean of other candidates, or by mean and deviation.", "rloo", "reward"
     )
-    num_candidates: int = _technique("Targets to sample for each source.", 8, "reward", ge=2)
+    candidates: Literal["sample", "beam"] = _technique("How candidates are generated.", "sample", "reward")
+    num_candidates: int = _technique("Candidates of each source.", 8, "reward", ge=2)
     cross_entropy_share: float = _technique("Share of the references in the loss.", 0.3, "reward", ge=0, lt=1)
     subword_sampling: float | None = _technique("Rate of BPE-dropout in each epoch, such as 0.1.", gt=0, lt=1)
     augmentation: dict[str, _Share] = _technique(
@@ -352,6 +353,8 @@ def check_recipe(recipe: Any) -> None:
         for name in ("tokenizer_kind", "target_tokenizer_kind"):
             rule = f"be one of {', '.join(SAMPLED_KINDS)} with `subword_sampling`"
             require(getattr(recipe, name) in (None, *SAMPLED_KINDS), name, rule)
+    is_fair = recipe.candidates == "sample" or recipe.reward_loss == "risk"
+    require(is_fair, "candidates", "be sample, unless `reward_loss` is risk")
     _check_selection(recipe)
     if has_budget:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)
