@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 import small_runs
 import torch
-from launched_runs import free_port, launch, words_of
+from job_server import free_port
+from launched_runs import launch, words_of
 from small_trainers import small_pairs
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 from tiny_models import tiny_model

@@ -122,17 +122,6 @@ def test_model_is_left_as_it_was_even_after_an_error(family, kernel, is_training
     assert model.training is is_training and model.config._attn_implementation == kernel
 
 
-def test_what_cannot_be_shown_is_refused():
-    for message, options in (
-        ("`layer` must be from -2 to 1, got 2", {"layer": 2}),
-        ("`head` must be from -4 to 3, got 4", {"layer": 0, "head": 4}),
-        ("`layer` must be given with `head`", {"head": 0}),
-        ("have no effect with a target, got num_beams", {"targets": [TARGET], "num_beams": 2}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cross_attentions(tiny_generator(), [SOURCE], **options)
-
-
 def test_byte_level_tokens_are_decoded_one_by_one():
     tokenizer = train_tokenizer(["läuft läuft weg weg"] * 3, vocab_size=275, show_progress=False)
     shown = readable_tokens(tokenizer, tokenizer("läuft weg 中")["input_ids"])

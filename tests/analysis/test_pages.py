@@ -13,7 +13,6 @@ from chromium import chromium, one, texts
 from figure_files import png_size
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
-from metaphrase.analysis import pages
 from metaphrase.analysis.explanation import PositionMap
 from metaphrase.analysis.pages import draw_attention_map, write_explanation_page
 from metaphrase.hub_card.figures import DOTS_PER_INCH
@@ -138,12 +137,6 @@ def test_clicks_show_the_numbers_of_the_model(browser, shown):
         assert button.get_attribute("aria-pressed") == "false"
 
 
-def test_page_has_no_scroll_box_and_one_line_below_the_sections(browser):
-    script = "return [...document.querySelectorAll('.scroll')].filter((box) => box.scrollHeight > box.clientHeight)"
-    assert browser.execute_script(script) == []
-    assert browser.execute_script("return getComputedStyle(document.querySelector('h2')).borderTopWidth") == "0px"
-
-
 def test_words_of_a_row_add_up_to_one(browser, shown):
     words = shown[0].source_tokens.words
     assert texts(browser, "#keys button") == words and words[-1] == "</s>"
@@ -211,18 +204,6 @@ def test_attention_map_grows_with_its_tokens_and_keeps_long_labels_whole(tmp_pat
     label = "a_rather_long_token_indeed"
     longer = draw(5, 15, label, title="Layer 1")
     assert longer[0] > small[0] + 8 * len(label) and longer[1] > small[1]
-
-
-@pytest.mark.parametrize("size", [2, 5, 9])
-def test_texts_around_an_attention_map_are_not_wider_than_the_map_with_its_bar(size, monkeypatch):
-    figures = []
-    monkeypatch.setattr(pages, "save_figure", lambda figure, path, **options: figures.append(figure))
-    draw_attention_map(np.eye(size), ["▁the"] * size, ["▁"] * size, "map.png", title="Cross-attention: last layer")
-    [figure], (panel, bar), renderer = figures, figures[0].axes, figures[0].canvas.get_renderer()
-    assert panel.get_xticklabels()[0].get_text() == "the" and panel.get_yticklabels()[0].get_text() == "' '"
-    [note], [title] = panel.texts, figure.texts
-    assert max(text.get_window_extent(renderer).x1 for text in (note, title)) <= bar.get_tightbbox(renderer).x1
-    assert note.get_window_extent(renderer).y1 < bar.get_window_extent(renderer).y0
 
 
 def test_attention_map_takes_any_token_without_a_warning(tmp_path):

@@ -19,12 +19,7 @@ from tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.conversion.checkpoints import SINUSOIDAL_POSITIONS
-from metaphrase.conversion.ctranslate2 import (
-    export_argos,
-    export_ctranslate2,
-    find_obstacles,
-    make_spec,
-)
+from metaphrase.conversion.ctranslate2 import export_argos, export_ctranslate2, find_obstacles, make_spec
 from metaphrase.conversion.marian import sentencepiece_model
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.engines.ctranslate2_engine import CTranslate2Engine

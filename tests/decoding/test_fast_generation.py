@@ -204,14 +204,8 @@ LIMITS = {"max_new_tokens": 8, "eos_token_id": 22}
 
 
 def kept_scores(model, sources, options):
-    output = model.generate(
-        **pad_sources(sources, model),
-        **options,
-        **LIMITS,
-        return_dict_in_generate=True,
-        output_scores=True,
-        output_logits=True,
-    )
+    kept = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
+    output = model.generate(**pad_sources(sources, model), **options, **LIMITS, **kept)
     if options.get("num_beams", 1) > 1:
         return output.sequences_scores.tolist()
     # Samples are scored by the whole distribution.
@@ -238,19 +232,6 @@ def test_scores_are_those_of_transformers_and_no_step_is_kept(options, monkeypat
     torch.manual_seed(3)
     unscored = decode(model, sources, **options, **LIMITS)
     assert [[h.ids for h in row] for row in unscored] == [[h.ids for h in row] for row in found]
-
-
-@pytest.mark.parametrize("options", SCORED.values(), ids=SCORED)
-def test_scores_are_the_same_without_the_fast_loop(options, monkeypatch):
-    model, sources = other_model("t5"), tiny_pair().encode_sources(SOURCES)
-    rows = []
-    for is_fast in (True, False):
-        if not is_fast:
-            monkeypatch.setattr("metaphrase.inference.batches.plugin", lambda place: None)
-        torch.manual_seed(3)
-        rows.append([h for row in decode(model, sources, return_scores=True, **options, **LIMITS) for h in row])
-    assert [h.ids for h in rows[0]] == [h.ids for h in rows[1]]
-    assert [h.score for h in rows[0]] == pytest.approx([h.score for h in rows[1]], abs=1e-5)
 
 
 def test_drafted_tokens_are_scored_too():

@@ -10,14 +10,7 @@ from safetensors.torch import save_file
 from tiny_generator import save_generator, tiny_generator
 
 from metaphrase.hub_card import card, figures
-from metaphrase.hub_card.card import (
-    FIGURE_NAME,
-    MARKER,
-    Facts,
-    redact,
-    renew_model_card,
-    write_model_card,
-)
+from metaphrase.hub_card.card import FIGURE_NAME, MARKER, Facts, redact, renew_model_card, write_model_card
 from metaphrase.hub_card.figures import draw_training_curve
 
 SIGNATURE = "nrefs:1|case:lc|eff:no|tok:none|smooth:exp|version:2.6.0"
@@ -378,15 +371,6 @@ def drawn(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("smoothing", "notes"), [(0.0, ("", "")), (0.1, (" (label smoothing 0.1)", " (no smoothing)"))]
-)
-def test_training_curve_tells_a_smoothed_loss_from_a_plain_one(smoothing, notes, drawn):
-    draw_training_curve(LOG, "curve.png", label_smoothing=smoothing)
-    labels = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
-    assert labels[:2] == [f"training{notes[0]}", f"evaluation{notes[1]}"]
-
-
-@pytest.mark.parametrize(
     ("log", "metric", "panel", "expected"),
     [
         (LOG, None, 1, "9 BLEU at step 20"),
@@ -404,14 +388,6 @@ def test_the_best_step_is_that_of_the_score_in_its_direction(log, metric, panel,
     labels = [axes.get_legend_handles_labels()[1] for axes in drawn[0].axes]
     stars = [(index, text) for index, texts in enumerate(labels) for text in texts if text.startswith("best")]
     assert stars == [(panel, f"best: {expected}")] * bool(expected)
-
-
-def test_learning_rate_has_a_panel_below_the_scores(drawn):
-    draw_training_curve([*LOG, *({"step": step, "learning_rate": step / 1e6} for step in (10, 20))], "curve.png")
-    *_, scores, rates = drawn[0].axes
-    assert (scores.get_ylabel(), rates.get_ylabel()) == ("BLEU (%)", "learning rate")
-    assert rates.lines[-1].get_ydata().tolist() == [1e-5, 2e-5] and rates.get_ylim()[0] == 0
-    assert "best" in scores.get_legend().get_texts()[0].get_text() and rates.get_legend() is None
 
 
 def test_a_log_without_a_loss_or_score_has_no_curve(drawn):

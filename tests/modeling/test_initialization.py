@@ -18,20 +18,6 @@ def assert_initialized(model):
             assert_std(tensor, model.config.initializer_range, name)
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_initialization_fills_what_was_on_the_meta_device(design):
-    config = tiny_config(**DESIGNS[design])
-    with torch.device("meta"):
-        model = MetaphraseForConditionalGeneration(config)
-    assert all(tensor.is_meta for tensor in every_tensor(model).values())
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in every_tensor(model).values():
-            tensor.fill_(float("nan"))
-    model.init_weights()
-    assert_initialized(model)
-
-
 @pytest.mark.parametrize("model_class", [MetaphraseForConditionalGeneration, MetaphraseEncoderModel])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_missing_weights_are_initialized_under_the_seed(model_class, design):

@@ -10,13 +10,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from metaphrase.modeling import MetaphraseModel
-from metaphrase.modeling.positions import (
-    RotaryPositionEmbedding,
-    alibi_slopes,
-    positions_from_mask,
-    rotate,
-    sinusoids,
-)
+from metaphrase.modeling.positions import RotaryPositionEmbedding, alibi_slopes, positions_from_mask, rotate, sinusoids
 
 
 def make_config(**fields):

@@ -207,10 +207,3 @@ def test_a_damaged_input_is_a_mistake_of_one_line(name, cli_model, tmp_path, cap
     said = capsys.readouterr().err
     assert "metaphrase generate: error: " in said and "Traceback" not in said
     assert f"`{tmp_path / name}` must be a compressed file that is whole, got: " in said
-
-
-def test_generate_keeps_freed_memory(cli_model, monkeypatch):
-    calls = []
-    monkeypatch.setattr("metaphrase.ops.cpu_setup.keep_freed_memory", lambda: calls.append(1))
-    run_generate(cli_model, b"a\n", monkeypatch)
-    assert calls == [1]

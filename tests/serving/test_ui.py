@@ -121,19 +121,6 @@ def test_typing_shows_a_translation(browser, url):
     assert browser.get_log("browser") == []
 
 
-def test_example_is_a_sentence_of_the_source_language(browser, url, torch_url):
-    open_page(browser, url)
-    for sentence in ("The boy eats an apple because he is hungry.", "Der Junge isst einen Apfel, weil er hungrig ist."):
-        assert sentence in one(browser, "#example").text
-        one(browser, "#example").click()
-        wait_for_target(browser, sentence.upper())
-        assert not one(browser, "#example").is_displayed()
-        for name in ("clear", "swap"):
-            one(browser, f"#{name}").click()
-    open_page(browser, torch_url)
-    assert not one(browser, "#example").is_displayed() and browser.get_log("browser") == []
-
-
 def test_hostile_text_is_inert(browser, torch_url, url):
     for address in (url, torch_url):
         source = open_page(browser, address)

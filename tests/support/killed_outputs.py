@@ -12,9 +12,6 @@ from subcommands import execute
 class Server(JobServer):
     """Runs commands, and kills them."""
 
-    def __init__(self):
-        super().__init__(__file__)
-
     def run(self, words, output, *, most_bytes=None, seen_bytes=None):
         """Run a command and return its status: 0, or the negative number of the signal that ended it.
 

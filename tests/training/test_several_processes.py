@@ -89,11 +89,6 @@ def test_a_task_of_slurm_has_the_variables_of_torchrun():
 
 def test_other_processes_of_slurm_stay_alone():
     shell = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
-    for variables in (
-        {},
-        shell,
-        STEP | {"SLURM_NTASKS": "1"},
-        STEP | {"RANK": "0"},
-        STEP | {"SLURM_STEP_NUM_TASKS": "1"},
-    ):
+    changes = {"SLURM_NTASKS": "1"}, {"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}
+    for variables in ({}, shell, *(STEP | change for change in changes)):
         assert not variables_of_slurm(variables)
