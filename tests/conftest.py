@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 import shlex
 import shutil
@@ -47,6 +48,24 @@ def same_environment():
     """Restore the environment afterwards. transformers writes FSDP settings to it."""
     with patch.dict(os.environ):
         yield
+
+
+@pytest.fixture
+def warned():
+    """Return transformers' warnings during the test."""
+    records, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("transformers").addHandler(handler)
+    yield records
+    logging.getLogger("transformers").removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def chrome():
+    from chromium import chromium
+
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")

@@ -13,22 +13,16 @@ from metaphrase.tokenization import readable_tokens, train_tokenizer
 SOURCE, TARGET = SOURCES[0], TARGETS[1]
 
 
-def weights_by_hand(generator, source, target):
-    """Return the weights (layers, heads, target, source) of a pass that gets the decoder's input in place of labels."""
-    model = generator.model
-    model.set_attn_implementation("eager")
-    [source_ids], [ids] = generator.tokenizers.encode_sources([source]), generator.tokenizers.encode_targets([target])
-    decoder_ids = torch.tensor([[model.config.decoder_start_token_id, *ids[:-1]]])
-    inputs = {"input_ids": torch.tensor([source_ids]), "decoder_input_ids": decoder_ids}
-    with torch.inference_mode():
-        output = model(**inputs, output_attentions=True, use_cache=False)
-    return torch.cat(output.cross_attentions).numpy()
-
-
 @pytest.mark.parametrize("family", ["metaphrase", "t5", "bart"])
 def test_every_choice_of_layer_and_head(family):
     generator = generator_of(family)
-    expected = weights_by_hand(generator, SOURCE, TARGET)
+    [source_ids], [ids] = generator.tokenizers.encode_sources([SOURCE]), generator.tokenizers.encode_targets([TARGET])
+    decoder_ids = torch.tensor([[generator.model.config.decoder_start_token_id, *ids[:-1]]])
+    generator.model.set_attn_implementation("eager")
+    inputs = {"input_ids": torch.tensor([source_ids]), "decoder_input_ids": decoder_ids}
+    with torch.inference_mode():
+        output = generator.model(**inputs, output_attentions=True, use_cache=False)
+    expected = torch.cat(output.cross_attentions).numpy()
     layers, heads = expected.shape[:2]
     # Heads and layers that agreed could be mistaken for one another.
     assert np.sort(np.abs(expected - expected[0, 0]).max(axis=(2, 3)).ravel())[1] > 0.01

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from chromium import chromium, one, texts
+from chromium import one, texts
 from figure_files import png_size
 from tiny_generator import SOURCES, TARGETS, tiny_generator
 
@@ -84,12 +84,6 @@ def test_positions_keep_their_scale(shown, tmp_path):
     packed = data_of(write_explanation_page([explanation], tmp_path / "page.html"))["pairs"][0]["positions"]
     assert [item["largest"] for item in packed] == [4.0, 1.0]
     assert [unpack(item).ravel().tolist() for item in packed] == [[1, 192], [128, 128]]
-
-
-@pytest.fixture(scope="module")
-def chrome():
-    with chromium() as running:
-        yield running
 
 
 @pytest.fixture

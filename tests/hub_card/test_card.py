@@ -38,17 +38,9 @@ output_dir: /home/somebody/private/runs
 hub_token: hf_verysecret
 note: "pipe | and `tick`"
 """
-CONFIG = {
-    "model_type": "metaphrase",
-    "auto_map": {"AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration"},
-    "eos_token_id": 2,
-    "encoder_layers": 4,
-    "decoder_layers": 3,
-    "hidden_size": 128,
-    "dropout": 0.3,
-    "position_embedding_type": "learned",
-    "max_position_embeddings": 512,
-}
+CONFIG = {"model_type": "metaphrase", "encoder_layers": 4, "decoder_layers": 3, "hidden_size": 128, "dropout": 0.3}
+CONFIG |= {"position_embedding_type": "learned", "max_position_embeddings": 512, "eos_token_id": 2}
+CONFIG["auto_map"] = {"AutoModelForSeq2SeqLM": "modeling_metaphrase.MetaphraseForConditionalGeneration"}
 
 
 STATE = {"log_history": LOG, "global_step": 30, "epoch": 3.0, "best_metric": 9.0, "best_global_step": 20}
@@ -153,18 +145,15 @@ def test_the_code_in_the_card_is_python_and_loads_the_repository(full_folder):
     assert "import metaphrase" not in text
 
 
-@pytest.mark.parametrize("joint", [True, False])
-def test_card_of_a_model_without_own_code_speaks_of_none(full_folder, joint):
+def test_card_of_a_model_without_own_code_speaks_of_none(full_folder):
     (full_folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    if not joint:
-        (full_folder / "target_tokenizer").mkdir()
+    (full_folder / "target_tokenizer").mkdir()
     text = ModelCard.load(write_model_card(full_folder, repo_id="me/tiny")).text
     for words in ("trust_remote_code", "import metaphrase", "stored beside the weights"):
         assert words not in text
     block = code_in(text)
-    assert block.count(".from_pretrained(model_id)") == 2
-    assert ('AutoTokenizer.from_pretrained(model_id, subfolder="target_tokenizer")\n' in block) == (not joint)
-    assert "```\n\n## Scores\n" in text
+    assert block.count(".from_pretrained(model_id)") == 2 and "```\n\n## Scores\n" in text
+    assert 'AutoTokenizer.from_pretrained(model_id, subfolder="target_tokenizer")\n' in block
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,6 @@ from metaphrase.tokenization.texts import batches_by_length
 BEAM = {"num_beams": 3, "num_return_sequences": 3}
 
 
-def early_end(model, sources):
-    """Return a token that the model writes in the middle of a target but not in every target."""
-    written = [hypotheses[0].ids for hypotheses in decode(model, sources)]
-    middle = (token for ids in written for token in ids[1:-2])
-    return next(token for token in middle if not all(token in ids for ids in written))
-
-
 @pytest.mark.parametrize(("batch_size", "max_tokens"), [(1, 100), (2, 100), (64, 12), (64, 1), (3, 20)])
 def test_batches_hold_every_index_once_within_both_limits(batch_size, max_tokens):
     lengths = [3, 9, 1, 4, 4, 25, 2, 9]
@@ -102,7 +95,10 @@ def test_options_with_rows_of_a_batch_are_refused(generator, sources, name):
 
 @pytest.mark.parametrize(("form", "is_configured"), [(int, False), (list, True), (torch.tensor, False)])
 def test_any_end_of_sequence_ends_a_target(generator, sources, form, is_configured):
-    end = early_end(generator.model, sources)
+    # A token in the middle of a target, but not of every target.
+    written = [hypotheses[0].ids for hypotheses in decode(generator.model, sources)]
+    middle = (token for ids in written for token in ids[1:-2])
+    end = next(token for token in middle if not all(token in ids for ids in written))
     eos_token_id = end if form is int else form([generator.model.config.eos_token_id, end])
     options = {} if is_configured else {"eos_token_id": eos_token_id}
     generator.model.generation_config.update(**({"eos_token_id": eos_token_id} if is_configured else {}))

@@ -1,5 +1,3 @@
-"""Tests of OpenAI's API by its client."""
-
 import numpy as np
 import openai
 import pytest

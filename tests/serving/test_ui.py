@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import requests
-from chromium import chromium, one, texts, wait_for
+from chromium import one, texts, wait_for
 from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
@@ -33,12 +33,6 @@ def torch_url():
     models = [ServedModel("tiny", tiny_generator(seed=9), batcher, languages=None, task="text2text-generation")]
     with running(Service(models, batcher)) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def chrome():
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture

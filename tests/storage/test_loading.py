@@ -191,15 +191,13 @@ def test_every_subcommand_names_the_broken_field_before_it_reads_weights(subcomm
 @pytest.mark.parametrize(
     ("file", "field", "value"),
     [
-        ("config.json", "model_type", {}),
-        ("config.json", "dropout", {}),
-        ("config.json", "encoder_layers", 20_000),
-        ("generation_config.json", "num_beams", 1.5),
-        ("generation_config.json", "temperature", float("nan")),
-        ("generation_config.json", "top_p", {"a": 1}),
-        ("generation_config.json", "do_sample", "never"),
-        ("generation_config.json", "early_stopping", "always"),
-        ("generation_config.json", "decoder_start_token_id", -1),
+        *(("config.json", *wrong) for wrong in (("model_type", {}), ("dropout", {}), ("encoder_layers", 20_000))),
+        *(("generation_config.json", *wrong) for wrong in (("num_beams", 1.5), ("temperature", float("nan")))),
+        *(("generation_config.json", *wrong) for wrong in (("top_p", {"a": 1}), ("do_sample", "never"))),
+        *(
+            ("generation_config.json", *wrong)
+            for wrong in (("early_stopping", "always"), ("decoder_start_token_id", -1))
+        ),
     ],
 )
 @pytest.mark.parametrize("family", ["metaphrase", "bart"])

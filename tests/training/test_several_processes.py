@@ -7,7 +7,7 @@ from small_runs import write_pairs
 from two_processes import Server
 
 from metaphrase.choices import completion
-from metaphrase.training.distributed import from_first_process, variables_of_slurm
+from metaphrase.training.distributed import variables_of_slurm
 from metaphrase.training.recipe.recipe import load_recipe
 
 SIZES = [f"--model.{stack}_layers=1" for stack in ("encoder", "decoder")]
@@ -64,12 +64,6 @@ def test_a_recipe_runs_in_a_group_of_the_launcher(server, folder):
     statuses, logs = server.run(folder, "train_in_python", *WORDS, *SMALL, "--max_steps", "2", "--num_beams", "1")
     assert statuses == [0, 0], logs
     assert logs[0].splitlines()[-1] == logs[1].splitlines()[-1]
-
-
-def test_one_process_asks_no_other():
-    assert from_first_process(lambda: 3) == 3
-    with pytest.raises(KeyError):
-        from_first_process(lambda: {}["absent"])
 
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "12345", "SLURM_NTASKS": "9", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
