@@ -126,9 +126,11 @@ def test_results_are_json_and_leave_the_random_state_alone():
     assert list(compute_metrics(PREDICTIONS, REFERENCES)) == ["bleu", "chrf"]
 
 
-def test_corpora_of_other_lengths_are_refused():
+def test_bad_corpora_and_names_are_refused():
     with pytest.raises(ValueError, match="got 2 and 1"):
         compute_metrics(["a", "b"], ["a"])
+    with pytest.raises(ValueError, match=r"got 'blue'. Did you mean 'bleu'\?"):
+        compute_metrics(["a"], ["a"], ["blue"])
 
 
 def test_write_metrics_replaces_in_one_step(tmp_path):

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from metaphrase.modeling import MetaphraseModel
 from metaphrase.modeling.positions import RotaryPositionEmbedding, alibi_slopes, positions_from_mask, rotate, sinusoids
 
 
@@ -89,6 +90,12 @@ def test_rotary_partial_factor_leaves_the_rest_of_a_head_alone():
     # Entries i and i + 2 are the two sides of a complex number that is turned by the angle.
     as_complex = torch.complex(states[..., :2], states[..., 2:4]) * torch.complex(cosine[..., :2], sine[..., :2])
     torch.testing.assert_close(turned[..., :4], torch.cat((as_complex.real, as_complex.imag), dim=-1))
+
+
+def test_rotary_width_follows_the_heads_of_its_stack():
+    config = make_config(encoder_attention_heads=4, decoder_attention_heads=2)
+    model = MetaphraseModel(config)
+    assert [stack.rotary_emb.inv_freq.shape[0] for stack in (model.encoder, model.decoder)] == [2, 4]
 
 
 def test_rotate_keeps_float16_finite():
