@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 import shlex
 import shutil
@@ -8,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import small_runs
 import torch
-from launched_runs import free_port, launch, words_of
+from job_server import free_port
+from launched_runs import launch, words_of
 from small_trainers import small_pairs
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator
 from tiny_models import tiny_model
@@ -46,6 +48,24 @@ def same_environment():
     """Restore the environment afterwards. transformers writes FSDP settings to it."""
     with patch.dict(os.environ):
         yield
+
+
+@pytest.fixture
+def warned():
+    """Return transformers' warnings during the test."""
+    records, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("transformers").addHandler(handler)
+    yield records
+    logging.getLogger("transformers").removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def chrome():
+    from chromium import chromium
+
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")

@@ -59,23 +59,9 @@ def test_every_cache_gives_the_same_tokens(design, search):
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_batched_equals_alone(design, padding, search):
+def test_sources_and_prompts_in_a_batch_equal_each_alone(design, padding, search):
     model = tiny_model(**DESIGNS[design])
-    inputs = random_sources(model.config, padding=padding)
-    batched = generate(model, inputs, **SEARCHES[search])
-    for row, is_token in enumerate(inputs["attention_mask"].bool()):
-        alone = generate(model, {"input_ids": inputs["input_ids"][row, is_token][None]}, **SEARCHES[search])
-        expected = up_to_the_end(alone.sequences[0])
-        assert up_to_the_end(batched.sequences[row]) == expected
-        if search == "beam":
-            torch.testing.assert_close(batched.sequences_scores[row], alone.sequences_scores[0], **CLOSE)
-
-
-@pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("design", DESIGNS)
-def test_padded_prompt_of_the_decoder_equals_the_prompt_alone(design, search):
-    model = tiny_model(**DESIGNS[design])
-    inputs = random_batch(model.config, target=4)
+    inputs = random_batch(model.config, target=4, padding=padding)
     prompts, mask = inputs["decoder_input_ids"], padding_mask([4, 2, 3], 4, "left")
     prompts[mask.bool() & (mask.cumsum(-1) == 1)] = model.config.decoder_start_token_id
     inputs |= {"decoder_input_ids": prompts.masked_fill(mask == 0, model.config.pad_token_id)}
@@ -105,15 +91,9 @@ def test_continuing_from_a_returned_cache(design, implementation):
     first_options = {"max_new_tokens": 3, "cache_implementation": implementation, "max_cache_len": 12}
     first = generate(model, inputs, **(options | first_options))
     assert first.past_key_values.get_seq_length() == 3
-    second = generate(
-        model,
-        inputs,
-        **(options | {"max_new_tokens": 4}),
-        decoder_input_ids=first.sequences,
-        # Without a mask, transformers does not skip the tokens that the cache holds.
-        decoder_attention_mask=torch.ones_like(first.sequences),
-        past_key_values=first.past_key_values,
-    )
+    options |= {"max_new_tokens": 4, "decoder_input_ids": first.sequences, "past_key_values": first.past_key_values}
+    # Without a mask, transformers does not skip the tokens that the cache holds.
+    second = generate(model, inputs, **options, decoder_attention_mask=torch.ones_like(first.sequences))
     assert second.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(torch.stack(second.logits), torch.stack(expected.logits[3:]), **CLOSE)
 
@@ -133,12 +113,9 @@ def test_steps_of_any_width_equal_one_pass(design):
             for width in (1, 3, 2):
                 end = start + width
                 with torch.no_grad():
-                    outputs = model(
-                        **inputs,
-                        decoder_input_ids=targets[:, start:end],
-                        decoder_attention_mask=None if mask is None else mask[:, :end],
-                        past_key_values=both,
-                    )
+                    given = {"decoder_input_ids": targets[:, start:end], "past_key_values": both}
+                    seen = None if mask is None else mask[:, :end]
+                    outputs = model(**inputs, **given, decoder_attention_mask=seen)
                 pieces.append(outputs.logits)
                 start = end
             assert outputs.past_key_values is both and both.get_seq_length() == 6

@@ -8,7 +8,8 @@ import click
 import pytest
 import yaml
 from huggingface_hub.cli.hf import app
-from launched_runs import assert_same_weights, free_port, launch, words_of, write_commands
+from job_server import free_port
+from launched_runs import assert_same_weights, launch, words_of, write_commands
 from source_files import ROOT
 from torch.distributed.run import get_args_parser
 
@@ -117,14 +118,8 @@ def test_slurm_scripts_train_and_go_on(script, reference, corpus_folder, tmp_pat
         scontrol="echo 127.0.0.1",
         metaphrase='exec python -m metaphrase "$@"',
     )
-    variables = {
-        "SLURM_NNODES": "1",
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_JOB_NODELIST": "localhost",
-        "PATH": path,
-    }
+    variables = {"NNODES": "1", "NTASKS": "2", "JOB_ID": "7", "STEP_ID": "0", "JOB_NODELIST": "localhost"}
+    variables = {f"SLURM_{name}": value for name, value in variables.items()} | {"PATH": path}
     script = script.replace("29500", str(free_port())).replace("--nproc_per_node 8", "--nproc_per_node 2")
     for steps in (3, 6):
         words = words_of(corpus_folder, tmp_path / "run", max_steps=steps, lr_scheduler_type="constant")

@@ -35,11 +35,6 @@ def report(texts):
     return compare(texts, segments, lower_is_better=lower, num_bootstrap_samples=200, num_randomization_trials=300)
 
 
-def with_ties(differences, observed):
-    """sacreBLEU's probability, in which trials with the observed difference count, too."""
-    return (np.sum(differences >= observed).item() + 1) / (len(differences) + 1)
-
-
 SCORERS = {
     "bleu": ("BLEU", BLEU, {"lowercase": True}),
     "chrf": ("chrF2", CHRF, {}),
@@ -52,6 +47,11 @@ SCORERS = {
 def test_figures_are_those_of_sacrebleu_to_the_last_digit(name, texts, report, monkeypatch):
     label, scorer_class, options = SCORERS[name]
     systems, rows = list(texts.outputs.items()), report["scores"][name]["systems"]
+
+    def with_ties(differences, observed):
+        # Trials with the observed difference count, too.
+        return (np.sum(differences >= observed).item() + 1) / (len(differences) + 1)
+
     for kind, key, count in (("bs", "p_bootstrap", 200), ("ar", "p_randomization", 300)):
         scorer = scorer_class(**options, references=[texts.references])
         with monkeypatch.context() as patched:

@@ -61,18 +61,8 @@ def test_candidates_of_a_model_are_reranked(tmp_path, capsys):
     for name, lines in (("source", ["a dog", "the cat"]), ("target", ["dog", "the"])):
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     source, weights, nbest = (str(tmp_path / name) for name in ("source", "weights.json", "nbest"))
-    options = [
-        "--num_beams",
-        "4",
-        "--num_return_sequences",
-        "4",
-        "--max_new_tokens",
-        "6",
-        "--n_best",
-        "--output",
-        nbest,
-    ]
-    execute("generate", [str(folder), "--input", source, *options])
+    options = "--num_beams 4 --num_return_sequences 4 --max_new_tokens 6 --n_best".split()  # noqa: SIM905
+    execute("generate", [str(folder), "--input", source, *options, "--output", nbest])
     words = [nbest, "--source", source, "--weights", weights, "--reverse_model", str(reverse)]
     execute("rerank", [*words, "--target", str(tmp_path / "target"), "--tuned_metric", "cer"])
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "weights.json").read_text("utf-8"))

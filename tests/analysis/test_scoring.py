@@ -23,24 +23,17 @@ def generator(request):
     return generator
 
 
-def by_hand(generator, source, ids):
-    """Log-probabilities from one pass per token, each over all the tokens before it."""
-    model = generator.model
-    [source_ids] = generator.tokenizers.encode_sources([source])
-    values = []
-    for place, token in enumerate(ids):
-        read = torch.tensor([[model.config.decoder_start_token_id, *ids[:place]]])
-        with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([source_ids]), decoder_input_ids=read).logits[0, -1]
-        values.append(logits.double().log_softmax(-1)[token].item())
-    return values
-
-
 def test_each_token_has_its_probability(generator):
     [score] = generator.score(SOURCES[:1], TARGETS[1:2])
     [ids] = generator.tokenizers.encode_targets(TARGETS[1:2])
     assert score.ids == ids and score.tokens == [*TARGETS[1], "</s>"]
-    expected = by_hand(generator, SOURCES[0], ids)
+    # One pass per token, each over all the tokens before it.
+    expected, source = [], torch.tensor(generator.tokenizers.encode_sources(SOURCES[:1]))
+    for place, token in enumerate(ids):
+        read = torch.tensor([[generator.model.config.decoder_start_token_id, *ids[:place]]])
+        with torch.inference_mode():
+            logits = generator.model(input_ids=source, decoder_input_ids=read).logits[0, -1]
+        expected.append(logits.double().log_softmax(-1)[token].item())
     assert score.log_probabilities == pytest.approx(expected, abs=TOLERANCE)
     assert min(expected) < -1 and len({round(value, 3) for value in expected}) > len(ids) // 2
     assert score.total == pytest.approx(sum(expected), abs=1e-4)

@@ -1,4 +1,4 @@
-"""Test of the benchmark for a GPU: its smallest parts on a CPU, and its count of operations against torch's."""
+"""Tests of the benchmark for a GPU, and of the page of hours that another computes from its rates."""
 
 import json
 import subprocess
@@ -44,3 +44,12 @@ def test_operations_are_those_that_torch_counts(preset):
         config.decoder_layers * 12 * config.stack_sizes("decoder").head_dim * config.decoder_attention_heads * 60**2 / 2
     )
     assert ours + causal == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_the_page_of_hours_has_the_tables_of_its_report(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import throughput
+
+    report = json.loads((ROOT / "benchmarks" / "results" / "throughput.json").read_text(encoding="utf-8"))
+    page = throughput.PAGE.read_text(encoding="utf-8")
+    assert throughput.fill(page, report) == page

@@ -228,12 +228,8 @@ def test_peak_of_a_step_is_what_is_alive_at_a_time(fields, is_packed, is_checkpo
 @pytest.mark.parametrize(
     ("optim", "optim_args", "expected"),
     [
-        ("adamw_torch_fused", None, 8),
-        ("adagrad", None, 4),
-        ("sgd", None, 0),
-        ("sgd", "momentum=0.9", 4),
-        ("adamw_bnb_8bit", None, 2),
-        ("apollo_adamw", None, 8),
+        *((name, None, size) for name, size in (("adamw_torch_fused", 8), ("adagrad", 4), ("adamw_bnb_8bit", 2))),
+        *(("apollo_adamw", None, 8), ("sgd", None, 0), ("sgd", "momentum=0.9", 4)),
     ],
 )
 def test_an_optimizer_has_the_bytes_of_its_state(optim, optim_args, expected, tmp_path):

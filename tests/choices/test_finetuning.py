@@ -8,16 +8,8 @@ from subcommands import execute
 from tiny_generator import SOURCES, TARGETS, save_generator, tiny_generator, tiny_pair
 from transformers import T5Config
 
-from metaphrase.choices import completion
+from metaphrase.choices import completion, rules
 from metaphrase.choices.completion import complete
-from metaphrase.choices.rules import (
-    RULES,
-    StepCost,
-    TokenProfile,
-    choose_finetuning,
-    describe_choices,
-    finetuning_updates,
-)
 from metaphrase.conversion import convert
 from metaphrase.inference import Generator
 from metaphrase.scripts import train
@@ -128,11 +120,11 @@ def test_memory_decides_on_batches(folder, monkeypatch, caplog):
 
 @pytest.mark.parametrize("seconds", [None, 1000.0, 0.001])
 def test_time_shortens_the_run(seconds):
-    tokens, before = TokenProfile(1000, 15_000, 15_000, 60), Recipe(train_file="pairs.tsv")
-    usual = finetuning_updates(tokens, 1024)
-    recipe, total = choose_finetuning(before, tokens, T5Config(), 1, StepCost(10.0), seconds)
+    tokens, before = rules.TokenProfile(1000, 15_000, 15_000, 60), Recipe(train_file="pairs.tsv")
+    usual = rules.finetuning_updates(tokens, 1024)
+    recipe, total = rules.choose_finetuning(before, tokens, T5Config(), 1, rules.StepCost(10.0), seconds)
     updates = usual if seconds is None else max(1, int(seconds / 10))
-    text = " ".join(describe_choices(before, recipe))
+    text = " ".join(rules.describe_choices(before, recipe))
     assert recipe.max_steps == updates and total == 10 * updates
     assert ("of them fit into the time" in text) is (seconds is not None)
     assert recipe.warmup_steps == updates // 10 and recipe.lr_scheduler_type == "cosine"
@@ -140,8 +132,10 @@ def test_time_shortens_the_run(seconds):
 
 def test_several_devices_have_larger_updates_with_a_higher_rate():
     def chosen(pairs, devices):
-        tokens = TokenProfile(pairs, 15 * pairs, 15 * pairs, 60, devices)
-        return choose_finetuning(Recipe(train_file="pairs.tsv"), tokens, T5Config(), 1, StepCost(0.0), None)[0]
+        tokens = rules.TokenProfile(pairs, 15 * pairs, 15 * pairs, 60, devices)
+        return rules.choose_finetuning(
+            Recipe(train_file="pairs.tsv"), tokens, T5Config(), 1, rules.StepCost(0.0), None
+        )[0]
 
     few, many = ([chosen(pairs, devices) for devices in (1, 4)] for pairs in (1000, 100_000))
     assert [recipe.max_tokens_per_batch for recipe in few + many] == [1024, 1024, 8192, 2048]
@@ -151,7 +145,7 @@ def test_several_devices_have_larger_updates_with_a_higher_rate():
 
 
 def test_wider_models_have_lower_rates():
-    for rule in RULES.values():
+    for rule in rules.RULES.values():
         rates = [rule.learning_rate(width) for width in (16, 512, 768, 1024, 4096)]
         assert rates == sorted(rates, reverse=True)
         assert np.isclose(rule.learning_rate(rule.width), rule.rate) and rates[0] <= 4 * rule.rate

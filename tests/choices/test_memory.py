@@ -38,10 +38,6 @@ def shard(model, mesh, reshards=True):
     fully_shard(model, **options)
 
 
-def local_bytes(tensors):
-    return sum(tensor.to_local().numel() * tensor.element_size() for tensor in tensors)
-
-
 @pytest.mark.parametrize("mesh", [1, 8, 64], indirect=True)
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("preset", ["transformer-base", "t5-3b"])
@@ -55,25 +51,18 @@ def test_a_device_holds_what_fsdp_leaves_it(preset, is_tied, mesh, tmp_path):
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    gradients, moments = (
-        [weight.grad for weight in weights],
-        [state[f"exp_avg{end}"] for state in optimizer.state.values() for end in ("", "_sq")],
-    )
+    gradients = [weight.grad for weight in weights]
+    moments = [state[f"exp_avg{end}"] for state in optimizer.state.values() for end in ("", "_sq")]
+    sizes = estimated.weights, estimated.gradients, estimated.optimizer
     # Devices hold whole rows, and the first ones most.
-    for size, tensors in zip(
-        (estimated.weights, estimated.gradients, estimated.optimizer), (weights, gradients, moments), strict=True
-    ):
-        assert size <= local_bytes(tensors) <= 1.01 * size
+    for size, tensors in zip(sizes, (weights, gradients, moments), strict=True):
+        held = sum(tensor.to_local().numel() * tensor.element_size() for tensor in tensors)
+        assert size <= held <= 1.01 * size
 
 
 @pytest.mark.parametrize(
     ("mesh", "fields"),
-    [
-        (1, {}),
-        (8, {}),
-        (8, {"gradient_accumulation_steps": 2}),
-        (8, {"fsdp_config": {"reshard_after_forward": False}}),
-    ],
+    [(1, {}), (8, {}), (8, {"gradient_accumulation_steps": 2}), (8, {"fsdp_config": {"reshard_after_forward": False}})],
     ids=["one device", "shared", "accumulated", "not resharded"],
     indirect=["mesh"],
 )

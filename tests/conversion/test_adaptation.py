@@ -1,18 +1,7 @@
-"""Tests of the adaptation of decoder-only models."""
-
 import pytest
 import torch
+import transformers
 from converted_models import fill_randomly
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 from metaphrase.conversion import adapt, convert
 from metaphrase.modeling import MetaphraseForConditionalGeneration
@@ -27,11 +16,11 @@ SIZES |= {"bos_token_id": 1, "eos_token_id": 2}
 _GEMMA = SIZES | {"head_dim": 16, "query_pre_attn_scalar": 20}
 _GEMMA |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 BASES = {
-    "llama": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**SIZES, max_window_layers=2, use_sliding_window=True, sliding_window=3),
-    "qwen3": Qwen3Config(**SIZES, head_dim=16),
-    "gemma2": Gemma2Config(**_GEMMA, sliding_window=4),
-    "gemma3_text": Gemma3TextConfig(**_GEMMA, sliding_window=5),
+    "llama": transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "qwen2": transformers.Qwen2Config(**SIZES, max_window_layers=2, use_sliding_window=True, sliding_window=3),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16),
+    "gemma2": transformers.Gemma2Config(**_GEMMA, sliding_window=4),
+    "gemma3_text": transformers.Gemma3TextConfig(**_GEMMA, sliding_window=5),
 }
 
 
@@ -42,7 +31,7 @@ def tokenizer():
 
 def save_base(folder, tokenizer, config, seed=0):
     """Save a decoder-only model with random weights, and return it. Without a seed they are those of a new model."""
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     if seed is not None:
         fill_randomly(model, seed)
     model.save_pretrained(folder)
@@ -109,7 +98,7 @@ def test_merged_attention_has_no_weights_of_its_own(tokenizer, tmp_path):
     assert (given - base(ids).logits).abs().max() > 0.1
     # It is a T5Gemma 2.
     convert(tmp_path / "ours", tmp_path / "theirs", to="t5gemma2")
-    theirs = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "theirs").eval()
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "theirs").eval()
     expected = theirs(input_ids=source, decoder_input_ids=ids).logits
     torch.testing.assert_close(given, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
@@ -117,8 +106,8 @@ def test_merged_attention_has_no_weights_of_its_own(tokenizer, tmp_path):
 @torch.no_grad()
 def test_another_encoder_may_be_smaller(tokenizer, tmp_path):
     sizes = SIZES | {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    small = LlamaConfig(**sizes | {"max_position_embeddings": 32}, head_dim=8)
-    base = save_base(tmp_path / "base", tokenizer, LlamaConfig(**SIZES))
+    small = transformers.LlamaConfig(**sizes | {"max_position_embeddings": 32}, head_dim=8)
+    base = save_base(tmp_path / "base", tokenizer, transformers.LlamaConfig(**SIZES))
     encoder = save_base(tmp_path / "encoder", tokenizer, small, seed=1)
     adapt(tmp_path / "base", tmp_path / "ours", encoder=tmp_path / "encoder")
     ours, ids = load(tmp_path / "ours"), random_ids(2, 8)
@@ -142,7 +131,8 @@ def test_an_adapted_model_learns(tokenizer, tmp_path, capsys):
     # The end of sequence also pads.
     theirs = train_tokenizer(TEXTS, kind="char", show_progress=False)
     theirs.pad_token = theirs.unk_token = None
-    save_base(tmp_path / "base", theirs, Qwen2Config(**SIZES | {"pad_token_id": None, "bos_token_id": None}), None)
+    config = transformers.Qwen2Config(**SIZES | {"pad_token_id": None, "bos_token_id": None})
+    save_base(tmp_path / "base", theirs, config, None)
     (tmp_path / "base/LICENSE.txt").write_text("Free", encoding="utf-8")
     folders = [str(tmp_path / "base"), str(tmp_path / "ours")]
     assert run("adapt", [*folders, "--encoder_layers", "0-99999999999"]) == 2
@@ -172,10 +162,10 @@ def test_an_adapted_model_learns(tokenizer, tmp_path, capsys):
     ],
 )
 def test_bases_that_do_not_fit_are_refused(options, message, tokenizer, tmp_path):
-    save_base(tmp_path / "base", tokenizer, LlamaConfig(**SIZES))
+    save_base(tmp_path / "base", tokenizer, transformers.LlamaConfig(**SIZES))
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
-    save_base(tmp_path / "gpt2", tokenizer, GPT2Config(vocab_size=VOCAB, **sizes))
-    save_base(tmp_path / "other", tokenizer, LlamaConfig(**SIZES, rms_norm_eps=0.1))
+    save_base(tmp_path / "gpt2", tokenizer, transformers.GPT2Config(vocab_size=VOCAB, **sizes))
+    save_base(tmp_path / "other", tokenizer, transformers.LlamaConfig(**SIZES, rms_norm_eps=0.1))
     if "encoder" in options:
         options = options | {"encoder": tmp_path / options["encoder"]}
     with pytest.raises(ValueError, match=message):

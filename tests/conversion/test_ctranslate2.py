@@ -19,12 +19,7 @@ from tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForSeq2SeqLM
 
 from metaphrase.conversion.checkpoints import SINUSOIDAL_POSITIONS
-from metaphrase.conversion.ctranslate2 import (
-    export_argos,
-    export_ctranslate2,
-    find_obstacles,
-    make_spec,
-)
+from metaphrase.conversion.ctranslate2 import export_argos, export_ctranslate2, find_obstacles, make_spec
 from metaphrase.conversion.marian import sentencepiece_model
 from metaphrase.demo.corpus import make_demo_corpus
 from metaphrase.engines.ctranslate2_engine import CTranslate2Engine
@@ -304,16 +299,8 @@ def test_sentencepiece_splits_as_the_tokenizer(generator):
     sentencepiece = pytest.importorskip("sentencepiece")
     processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model(generator.tokenizers.source))
     texts = [text for pair in CORPUS["validation"] for text in pair]
-    texts += [
-        "",
-        "two  spaces ",
-        "中文 text 中",
-        "under_score ▁ mark",
-        "naïve ﬁ",
-        "tab\tx",
-        "non\u00a0breaking",
-        "😀😀",
-    ]
+    texts += ["", "two  spaces ", "中文 text 中", "under_score ▁ mark"]
+    texts += ["naïve ﬁ", "tab\tx", "non\u00a0breaking", "😀😀"]
     expected = [ids[:-1] for ids in generator.tokenizers.encode_sources(texts)]
     assert processor.encode(texts) == expected
     tokenizer = generator.tokenizers.target

@@ -21,21 +21,13 @@ def t5_like(family, rng):
     is_gated, has_own_head = rng.random() < 0.5, rng.random() < 0.5
     activation = rng.choice(("relu", "gelu", "silu", "gelu_new"))
     buckets = rng.choice((4, 8, 10, 32))
-    fields = {
-        "vocab_size": rng.randint(29, 61),
-        "d_model": rng.randint(17, 48),
-        "d_kv": rng.randint(3, 11),
-        "d_ff": rng.randint(17, 60),
-        "num_layers": rng.randint(1, 3),
-        "num_decoder_layers": rng.randint(1, 3),
-        "num_heads": rng.randint(1, 5),
-        "relative_attention_num_buckets": buckets,
-        "relative_attention_max_distance": rng.randint(buckets // 2 + 1, buckets // 2 + 20),
-        "layer_norm_epsilon": rng.choice((1e-6, 1e-5)),
-        "feed_forward_proj": f"gated-{activation}" if is_gated else activation,
-        "decoder_start_token_id": 0,
-        "tie_word_embeddings": rng.random() < 0.5,
-    }
+    ranges = {"vocab_size": (29, 61), "d_model": (17, 48), "d_kv": (3, 11), "d_ff": (17, 60), "num_heads": (1, 5)}
+    ranges |= {"num_layers": (1, 3), "num_decoder_layers": (1, 3)}
+    ranges |= {"relative_attention_max_distance": (buckets // 2 + 1, buckets // 2 + 20)}
+    fields = {name: rng.randint(*bounds) for name, bounds in ranges.items()}
+    fields |= {"relative_attention_num_buckets": buckets, "layer_norm_epsilon": rng.choice((1e-6, 1e-5))}
+    fields |= {"feed_forward_proj": f"gated-{activation}" if is_gated else activation}
+    fields |= {"decoder_start_token_id": 0, "tie_word_embeddings": rng.random() < 0.5}
     if family == "longt5":
         fields |= {"local_radius": rng.randint(1, 4), "encoder_attention_type": "local"}
     config = AutoConfig.for_model(family, **fields)
@@ -73,10 +65,6 @@ def fsmt_fields(rng):
         # Its class ties all embeddings or none.
         sizes["src_vocab_size"] = sizes["tgt_vocab_size"]
     return sizes | {"tie_word_embeddings": is_tied, "vocab_size": sizes["tgt_vocab_size"]}
-
-
-def m2m_100_fields(rng):
-    return {"pad_token_id": rng.choice((0, 1, 3)), "bos_token_id": 0, "eos_token_id": 2}
 
 
 def led_fields(rng):
@@ -133,7 +121,8 @@ def t5gemma_like(family, rng):
 
 FIELDS = dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "mvp", "pegasus"), lambda rng: {})
 FIELDS |= dict.fromkeys(("mbart", "plbart"), lambda rng: {"decoder_start_token_id": 5})
-FIELDS |= {"marian": marian_fields, "led": led_fields, "fsmt": fsmt_fields, "m2m_100": m2m_100_fields}
+FIELDS |= {"marian": marian_fields, "led": led_fields, "fsmt": fsmt_fields}
+FIELDS["m2m_100"] = lambda rng: {"pad_token_id": rng.choice((0, 1, 3)), "bos_token_id": 0, "eos_token_id": 2}
 MAKERS = dict.fromkeys(("t5", "mt5", "umt5", "longt5"), t5_like)
 MAKERS |= dict.fromkeys(("t5gemma", "t5gemma2"), t5gemma_like)
 KINDS = ("bert", "roberta", "bert-generation")

@@ -4,24 +4,18 @@ import json
 
 import pytest
 import torch
+import transformers
 from converted_models import assert_close, draw, fill_randomly
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTextEncoding,
-    AutoModelForTokenClassification,
-)
 
 from metaphrase.conversion import convert
 
 T5_FAMILIES, BART_FAMILIES = ("t5", "mt5", "umt5"), ("bart", "mbart", "plbart")
 CLASSES = {
-    "texts": AutoModelForSequenceClassification,
-    "tokens": AutoModelForTokenClassification,
-    "answers": AutoModelForQuestionAnswering,
-    "encoder": AutoModelForTextEncoding,
+    "texts": transformers.AutoModelForSequenceClassification,
+    "tokens": transformers.AutoModelForTokenClassification,
+    "answers": transformers.AutoModelForQuestionAnswering,
+    "encoder": transformers.AutoModelForTextEncoding,
 }
 CASES = [(family, kind) for family in T5_FAMILIES for kind in CLASSES]
 CASES += [(family, "texts") for family in (*BART_FAMILIES, "t5gemma")]
@@ -45,16 +39,7 @@ def their_config(family, kind, rng):
         stack |= {"max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
         fields = {"encoder": stack, "decoder": dict(stack), "num_labels": labels, "classifier_dropout_rate": 0.1}
         fields |= {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-    return AutoConfig.for_model(family, **fields)
-
-
-def random_batch(config, rng):
-    """Texts of several lengths that end with an end of sequence."""
-    ids = torch.full((3, LENGTH), config.pad_token_id)
-    for row, length in enumerate((LENGTH, rng.randint(2, LENGTH), rng.randint(2, LENGTH))):
-        ids[row, : length - 1] = torch.tensor(rng.choices(range(6, 40), k=length - 1))
-        ids[row, length - 1] = config.eos_token_id
-    return {"input_ids": ids, "attention_mask": (ids != config.pad_token_id).long()}
+    return transformers.AutoConfig.for_model(family, **fields)
 
 
 def labels_for(kind, config, rng):
@@ -82,7 +67,12 @@ def test_heads_equal_those_of_transformers(family, kind, tmp_path):
     assert type(ours).__name__.startswith("Metaphrase") and (
         kind == "answers" or ours.config.id2label == theirs.config.id2label
     )
-    inputs = random_batch(config, rng)
+    # Texts of several lengths that end with an end of sequence.
+    ids = torch.full((3, LENGTH), config.pad_token_id)
+    for row, length in enumerate((LENGTH, rng.randint(2, LENGTH), rng.randint(2, LENGTH))):
+        ids[row, : length - 1] = torch.tensor(rng.choices(range(6, 40), k=length - 1))
+        ids[row, length - 1] = config.eos_token_id
+    inputs = {"input_ids": ids, "attention_mask": (ids != config.pad_token_id).long()}
     labels = labels_for(kind, config, rng)
     outputs = [model(**inputs, **labels) for model in (ours, theirs)]
     names = {"answers": ("start_logits", "end_logits"), "encoder": ("last_hidden_state",)}.get(kind, ("logits",))

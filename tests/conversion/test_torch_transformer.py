@@ -19,17 +19,6 @@ def torch_transformer(norm_first, activation="relu"):
     return module
 
 
-def run_torch(module, source, target, embedding, mask):
-    with torch.no_grad():
-        return module(
-            nn.functional.embedding(source, embedding),
-            nn.functional.embedding(target, embedding),
-            tgt_mask=torch.ones(target.shape[1], target.shape[1]).triu(1).bool(),
-            src_key_padding_mask=mask == 0,
-            memory_key_padding_mask=mask == 0,
-        )
-
-
 @BOTH_NORM_POSITIONS
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_model_of_a_state_dict_says_the_same(norm_first, activation):
@@ -41,7 +30,9 @@ def test_model_of_a_state_dict_says_the_same(norm_first, activation):
     mask = padding_mask([6, 4, 1], 6, "right")
     with torch.no_grad():
         outputs = model(input_ids=source, attention_mask=mask, decoder_input_ids=target)
-    expected = run_torch(module, source, target, embedding, mask) @ embedding.T
+        masks = {"tgt_mask": torch.ones(5, 5).triu(1).bool()}
+        masks |= dict.fromkeys(("src_key_padding_mask", "memory_key_padding_mask"), mask == 0)
+        expected = module(embedding[source], embedding[target], **masks) @ embedding.T
     torch.testing.assert_close(outputs.logits, expected, atol=1e-5, rtol=1e-5)
 
 

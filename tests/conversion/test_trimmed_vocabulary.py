@@ -7,22 +7,13 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from converted_models import TOLERANCE, fill_randomly
 from subcommands import execute
 from tiny_generator import tiny_pair
 from tiny_languages import CODES
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    M2M100Config,
-    MBartConfig,
-    MBartTokenizer,
-    MT5Config,
-    NllbTokenizer,
-    PreTrainedTokenizerFast,
-    T5Tokenizer,
-)
 
 from metaphrase.conversion import convert, trim_vocabulary
 from metaphrase.demo.corpus import make_demo_corpus
@@ -61,7 +52,7 @@ def train_pieces(kind, specials=SPECIAL, size=900):
 
 def fast(backend):
     names = {f"{name}_token": token for name, token in zip(("bos", "pad", "eos", "unk"), SPECIAL, strict=True)}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
 def state_of(backend):
@@ -75,23 +66,23 @@ def entries_of(*arguments):
 def nllb():
     state = state_of(train_pieces("bpe"))
     merges = [tuple(merge) for merge in state["merges"]]
-    tokenizer = NllbTokenizer(vocab=state["vocab"], merges=merges, extra_special_tokens=CODES["nllb"])
-    config = M2M100Config(**SIZES, vocab_size=len(tokenizer) + 3, max_position_embeddings=128)
+    tokenizer = transformers.NllbTokenizer(vocab=state["vocab"], merges=merges, extra_special_tokens=CODES["nllb"])
+    config = transformers.M2M100Config(**SIZES, vocab_size=len(tokenizer) + 3, max_position_embeddings=128)
     return tokenizer, config
 
 
 def mbart():
-    tokenizer = MBartTokenizer(vocab=entries_of(), extra_special_tokens=CODES["mbart"])
-    config = MBartConfig(**SIZES, vocab_size=len(tokenizer), max_position_embeddings=128)
+    tokenizer = transformers.MBartTokenizer(vocab=entries_of(), extra_special_tokens=CODES["mbart"])
+    config = transformers.MBartConfig(**SIZES, vocab_size=len(tokenizer), max_position_embeddings=128)
     config.decoder_start_token_id = tokenizer.convert_tokens_to_ids("de_DE")
     config.task_specific_params = {"translation_en_to_de": {"decoder_start_token_id": config.decoder_start_token_id}}
     return tokenizer, config
 
 
 def mt5():
-    tokenizer = T5Tokenizer(vocab=entries_of(["<pad>", "</s>", "<unk>"]), extra_ids=0)
+    tokenizer = transformers.T5Tokenizer(vocab=entries_of(["<pad>", "</s>", "<unk>"]), extra_ids=0)
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    return tokenizer, MT5Config(**sizes, vocab_size=len(tokenizer) + 12, decoder_start_token_id=0)
+    return tokenizer, transformers.MT5Config(**sizes, vocab_size=len(tokenizer) + 12, decoder_start_token_id=0)
 
 
 def with_bytes():
@@ -123,7 +114,7 @@ def folders(request, tmp_path_factory):
         fields = TokenizerPair(tokenizer, tokenizer).config_fields()
         model = tiny_model(**fields | {"tie_word_embeddings": False}, logits_bias=True)
     else:
-        model = AutoModelForSeq2SeqLM.from_config(config).eval()
+        model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
         if request.param == "nllb":
             model.generation_config.forced_bos_token_id = tokenizer.convert_tokens_to_ids("deu_Latn")
     fill_randomly(model, 0)
@@ -277,12 +268,12 @@ def test_command_counts_tokens_and_bytes(small, tmp_path, caplog):
 
 def test_trimmed_nllb_goes_back(tmp_path):
     tokenizer, config = nllb()
-    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "whole")
+    transformers.AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "whole")
     tokenizer.save_pretrained(tmp_path / "whole")
     (tmp_path / "texts").write_text("the dog sleeps\n", encoding="utf-8")
     trim_vocabulary(tmp_path / "whole", tmp_path / "trimmed", [tmp_path / "texts"])
     convert(tmp_path / "trimmed", tmp_path / "back", to="m2m_100")
-    back = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back")
+    back = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back")
     assert type(back).__name__ == "M2M100ForConditionalGeneration"
     pair = TokenizerPair.from_pretrained(tmp_path / "back")
     assert back.config.vocab_size == len(pair.source) < len(tokenizer)

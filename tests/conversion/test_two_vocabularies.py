@@ -29,23 +29,18 @@ def write_vocabulary(path, tokens):
     return ids
 
 
-def write_fsmt_tokenizer(folder, target_special=SPECIAL):
-    """Write files as transformers' conversion from fairseq does, with letters for pieces."""
-    vocabularies = [
-        write_vocabulary(folder / f"vocab-{side}.json", [*special, *vocabulary_of(texts)])
-        for side, special, texts in (("src", SPECIAL, SOURCES), ("tgt", target_special, TARGETS))
-    ]
+@pytest.fixture
+def fsmt(tmp_path):
+    """A folder with files as transformers' conversion from fairseq writes them, with letters for pieces."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    source, target = (
+        write_vocabulary(folder / f"vocab-{side}.json", [*SPECIAL, *vocabulary_of(texts)])
+        for side, texts in (("src", SOURCES), ("tgt", TARGETS))
+    )
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
     settings = {"langs": ["en", "de"], "tokenizer_class": "FSMTTokenizer", "model_max_length": 1024}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    return vocabularies
-
-
-@pytest.fixture
-def fsmt(tmp_path):
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    source, target = write_fsmt_tokenizer(folder)
     sizes = {"src_vocab_size": len(source), "tgt_vocab_size": len(target), "vocab_size": len(target)}
     theirs = bart_like("fsmt", draw("fsmt", 300), tie_word_embeddings=False, max_position_embeddings=40, **sizes)
     theirs.save_pretrained(folder)

@@ -9,20 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from letter_pair import LetterPair
-from random_lengths import random_lengths
 from torch.utils.data import DataLoader
 
 from metaphrase.data import pairs as data_pairs
 from metaphrase.data import token_budget
 from metaphrase.data.encoding import encode_pairs
 from metaphrase.data.pairs import DataReport, PairSource, load_pairs
-from metaphrase.data.token_budget import (
-    LengthGroupedSampler,
-    PairStream,
-    TokenBudgetSampler,
-    TokenBudgetStream,
-)
+from metaphrase.data.token_budget import LengthGroupedSampler, PairStream, TokenBudgetSampler, TokenBudgetStream
 from metaphrase.tokenization.texts import cut_into_batches
+
+
+def random_lengths(pairs=3000, seed=0):
+    generator = np.random.default_rng(seed)
+    sources = generator.lognormal(2.5, 0.5, pairs).astype(int) + 1
+    return np.stack([sources, np.maximum(1, (sources * generator.normal(1, 0.2, pairs)).astype(int))], axis=1)
 
 
 def padded_cost(lengths):

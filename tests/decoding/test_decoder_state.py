@@ -172,12 +172,8 @@ def in_layers(change):
     return lambda model: [change(layer) for layer in model.get_decoder().layers]
 
 
-def replace(module, name="weight", factor=2):
-    setattr(module, name, nn.Parameter(getattr(module, name) * factor))
-
-
-def replace_by_transposed(module):
-    module.weight = nn.Parameter((2 * module.weight).t().contiguous().t())
+def replace(module, lay_out=lambda weight: weight):
+    module.weight = nn.Parameter(lay_out(2 * module.weight))
 
 
 class Doubling(nn.Module):
@@ -201,7 +197,9 @@ CHANGES = {
     ),
     "fewer layers": lambda model: model.get_decoder().layers.pop(-1),
     "own class": in_layers(lambda layer: setattr(layer.self_attn.v_proj, "__class__", Doubled)),
-    "transposed weight": in_layers(lambda layer: replace_by_transposed(layer.mlp.up_proj)),
+    "transposed weight": in_layers(
+        lambda layer: replace(layer.mlp.up_proj, lambda weight: weight.t().contiguous().t())
+    ),
 }
 
 

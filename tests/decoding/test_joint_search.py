@@ -254,12 +254,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(monkeypatch):
 # Through the generator
 
 
-@pytest.fixture(scope="module")
-def generator():
-    return tiny_generator()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def draft(generator):
     return Generator(noisy(generator.model, 0.05), generator.tokenizers)
 

@@ -12,11 +12,6 @@ from transformers import GenerationConfig
 from metaphrase.inference import ScoredText
 
 
-@pytest.fixture(scope="module")
-def generator():
-    return tiny_generator()
-
-
 @pytest.fixture
 def drawn(monkeypatch, generator):
     seen = []

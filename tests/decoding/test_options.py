@@ -1,25 +1,13 @@
 """Tests of options of generation: their bounds, their meaning however given, and phrases that targets contain or not."""
 
-import logging
-
 import numpy as np
 import pytest
 import torch
 from tiny_generator import SOURCES, save_generator, tiny_generator
 from transformers import GenerationConfig
-from transformers.utils import logging as transformers_logging
 
 from metaphrase.inference import Generator
 from metaphrase.inference.batches import decode
-
-
-@pytest.fixture
-def warned():
-    records, handler, logger = [], logging.Handler(), transformers_logging.get_logger("transformers")
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize(

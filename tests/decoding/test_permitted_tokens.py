@@ -24,17 +24,6 @@ SEARCHES = {
 OPTIONS = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": [5, 11]}
 
 
-def masked(model, permitted):
-    other, head = copy.deepcopy(model), model.lm_head
-    other.lm_head = nn.Linear(head.in_features, head.out_features)
-    other.lm_head.weight = head.weight
-    is_forbidden = torch.ones(head.out_features, dtype=torch.bool)
-    is_forbidden[permitted] = False
-    bias = torch.zeros(head.out_features) if head.bias is None else head.bias.detach().clone()
-    other.lm_head.bias = nn.Parameter(bias.masked_fill(is_forbidden, -torch.inf))
-    return other
-
-
 def find(model, inputs, options, permitted=None, return_scores=True):
     arguments = {"custom_generate": generate, "return_scores": return_scores, "permitted": permitted}
     output = model.generate(**inputs, **OPTIONS | options, **arguments)
@@ -52,7 +41,13 @@ def test_tokens_are_those_of_masked_logits(design, name, monkeypatch):
     forced = [options[key] for key in ("forced_bos_token_id", "forced_eos_token_id") if key in options]
     start = model.generation_config.decoder_start_token_id
     tokens = torch.tensor(sorted({*PERMITTED.tolist(), 5, 11, start, *forced}))
-    reference = masked(model, tokens)
+    reference, head = copy.deepcopy(model), model.lm_head
+    reference.lm_head = nn.Linear(head.in_features, head.out_features)
+    reference.lm_head.weight = head.weight
+    is_forbidden = torch.ones(head.out_features, dtype=torch.bool)
+    is_forbidden[tokens] = False
+    bias = torch.zeros(head.out_features) if head.bias is None else head.bias.detach().clone()
+    reference.lm_head.bias = nn.Parameter(bias.masked_fill(is_forbidden, -torch.inf))
     expected = find(reference, inputs, options)
     assert output.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(output.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-5)

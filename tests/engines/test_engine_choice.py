@@ -57,20 +57,11 @@ COPIED = {
     "beams": BEAMS
     | {"length_penalty": -1.0, "min_length": 7, "bad_words_ids": [[5], [8, 9]], "renormalize_logits": True},
 }
-IN_TORCH = [
-    {"do_sample": True},
-    {"num_beams": 4, "early_stopping": "never"},
-    {"num_beams": 4},
-    {**BEAMS, "min_length": 7},
-    {"no_repeat_ngram_size": 2},
-    {**BEAMS, "no_repeat_ngram_size": 2, "renormalize_logits": True},
-    {"repetition_penalty": 1.5},
-    {**BEAMS, "forced_bos_token_id": 9},
-    {"forced_eos_token_id": 2},
-    {"bad_words_ids": [[1, 5]]},
-    {"must_contain": ["a"], "num_beams": 3},
-    {"decoder_start_token_id": 7},
-]
+IN_TORCH = [{"do_sample": True}, {"num_beams": 4, "early_stopping": "never"}, {"num_beams": 4}]
+IN_TORCH += [{"no_repeat_ngram_size": 2}, {"repetition_penalty": 1.5}, {"bad_words_ids": [[1, 5]]}]
+IN_TORCH += [{"must_contain": ["a"], "num_beams": 3}, {"decoder_start_token_id": 7}, {"forced_eos_token_id": 2}]
+IN_TORCH += [BEAMS | {"min_length": 7}, BEAMS | {"forced_bos_token_id": 9}]
+IN_TORCH += [BEAMS | {"no_repeat_ngram_size": 2, "renormalize_logits": True}]
 IN_COPY = "Engine: CTranslate2 (faster for this model and search)"
 
 

@@ -199,14 +199,9 @@ def test_loss_of_other_families_is_that_of_the_targets_as_decoding_reads_them(fa
 def test_result_of_a_test_set(generator):
     generator.model.generation_config.length_penalty = 0.5
     generator.generate(SOURCES, eos_token_id=-1)
-    result, predictions = evaluate_generator(
-        generator,
-        [*SOURCES, ""],
-        [*TARGETS, "nichts"],
-        metrics=["bleu", "chrf"],
-        metric_options={"bleu": {"tokenize": "char"}},
-        generation_options={"num_beams": 2, "eos_token_id": -1},
-    )
+    options = {"metrics": ["bleu", "chrf"], "metric_options": {"bleu": {"tokenize": "char"}}}
+    options |= {"generation_options": {"num_beams": 2, "eos_token_id": -1}}
+    result, predictions = evaluate_generator(generator, [*SOURCES, ""], [*TARGETS, "nichts"], **options)
     assert predictions == [*generator.generate(SOURCES, num_beams=2, eos_token_id=-1), ""]
     references = [[*TARGETS, "nichts"]]
     assert result["scores"]["bleu"]["score"] == BLEU(tokenize="char").corpus_score(predictions, references).score

@@ -2,26 +2,15 @@
 
 import pytest
 import torch
+import transformers
 from tiny_models import DESIGNS, random_batch, tiny_model
-from transformers import (
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    Trainer,
-    TrainingArguments,
-)
 
-from metaphrase.modeling import (
-    MetaphraseForConditionalGeneration,
-    MetaphraseForQuestionAnswering,
-    MetaphraseForSequenceClassification,
-    MetaphraseForTokenClassification,
-)
+from metaphrase import modeling
 
 CLASSES = {
-    MetaphraseForSequenceClassification: AutoModelForSequenceClassification,
-    MetaphraseForTokenClassification: AutoModelForTokenClassification,
-    MetaphraseForQuestionAnswering: AutoModelForQuestionAnswering,
+    modeling.MetaphraseForSequenceClassification: transformers.AutoModelForSequenceClassification,
+    modeling.MetaphraseForTokenClassification: transformers.AutoModelForTokenClassification,
+    modeling.MetaphraseForQuestionAnswering: transformers.AutoModelForQuestionAnswering,
 }
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 EVERY_HEAD = pytest.mark.parametrize("model_class", CLASSES)
@@ -43,9 +32,9 @@ def batch_for(model, **options):
 
 def labels_for(model, inputs):
     rows = len(inputs["input_ids"])
-    if isinstance(model, MetaphraseForQuestionAnswering):
+    if isinstance(model, modeling.MetaphraseForQuestionAnswering):
         return {"start_positions": torch.ones(rows).long(), "end_positions": torch.full((rows,), 2)}
-    is_token = isinstance(model, MetaphraseForTokenClassification)
+    is_token = isinstance(model, modeling.MetaphraseForTokenClassification)
     return {"labels": inputs["input_ids"] % 3 if is_token else torch.arange(rows) % 3}
 
 
@@ -91,7 +80,7 @@ def test_saved_models_load_alone_and_by_the_code_that_travels(model_class, tmp_p
 
 @EVERY_HEAD
 def test_a_head_begins_with_a_trained_body_and_learns_by_the_stock_trainer(model_class, tmp_path):
-    base = tiny_model(MetaphraseForConditionalGeneration)
+    base = tiny_model(modeling.MetaphraseForConditionalGeneration)
     base.save_pretrained(tmp_path / "base")
     model = CLASSES[model_class].from_pretrained(tmp_path / "base", num_labels=3)
     assert torch.equal(
@@ -101,27 +90,26 @@ def test_a_head_begins_with_a_trained_body_and_learns_by_the_stock_trainer(model
     inputs |= labels_for(model, inputs)
     rows = [{name: values[row] for name, values in inputs.items()} for row in range(len(inputs["input_ids"]))]
     fields = {"per_device_train_batch_size": 3, "max_steps": 30, "learning_rate": 1e-2, "report_to": "none"}
-    arguments = TrainingArguments(tmp_path / "run", **fields, use_cpu=True, disable_tqdm=True, save_strategy="no")
-    trainer = Trainer(model, arguments, train_dataset=rows)
+    arguments = transformers.TrainingArguments(
+        tmp_path / "run", **fields, use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
     before = run(model.eval(), **inputs).loss
     trainer.train()
     assert run(model.eval(), **inputs).loss < 0.5 * before
 
 
 def test_one_label_is_a_number():
-    model = tiny_model(MetaphraseForSequenceClassification, num_labels=1)
+    model = tiny_model(modeling.MetaphraseForSequenceClassification, num_labels=1)
     inputs = batch_for(model)
     wanted = torch.tensor([0.5, 1.5, 2.5])
     outputs = run(model, **inputs, labels=wanted)
     torch.testing.assert_close(outputs.loss, (outputs.logits[:, 0] - wanted).square().mean())
 
 
-def test_the_class_of_a_text_needs_its_ids():
-    model = tiny_model(MetaphraseForSequenceClassification)
+def test_the_class_of_a_text_needs_its_ids_and_a_decoder_of_its_vocabulary():
+    model = tiny_model(modeling.MetaphraseForSequenceClassification)
     with pytest.raises(ValueError, match="`input_ids` must be given"):
         model(inputs_embeds=torch.zeros(1, 2, model.config.hidden_size))
-
-
-def test_the_decoder_needs_the_vocabulary_of_the_sources():
     with pytest.raises(ValueError, match=r"`decoder_vocab_size` must equal `vocab_size`, 37, .* got 31"):
-        tiny_model(MetaphraseForSequenceClassification, **DESIGNS["rotary"])
+        tiny_model(modeling.MetaphraseForSequenceClassification, **DESIGNS["rotary"])

@@ -162,10 +162,5 @@ def test_no_private_name_of_torch_or_transformers_is_read(path):
     ] == []
 
 
-def test_a_missing_file_is_noticed(report):
-    """Check that the interpreter has no package: a folder without a file cannot be loaded."""
-    assert "positions" in report["incomplete"]
-
-
-def test_a_model_without_the_package_asks_for_trust(report):
-    assert "trust_remote_code" in report["untrusted"].splitlines()[-1]
+def test_a_model_without_the_package_needs_all_its_files_and_trust(report):
+    assert "positions" in report["incomplete"] and "trust_remote_code" in report["untrusted"].splitlines()[-1]

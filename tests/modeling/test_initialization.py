@@ -8,30 +8,6 @@ from weights import assert_same_tensors, assert_std, every_tensor
 from metaphrase.modeling import MetaphraseConfig, MetaphraseEncoderModel, MetaphraseForConditionalGeneration
 
 
-def assert_initialized(model):
-    usual_tensors = every_tensor(type(model)(model.config))
-    for name, tensor in every_tensor(model).items():
-        assert tensor.isfinite().all(), name
-        if name.endswith(("slopes", "inv_freq", "table")) or tensor.ndim == 1:
-            assert torch.equal(tensor, usual_tensors[name]), name
-        else:
-            assert_std(tensor, model.config.initializer_range, name)
-
-
-@pytest.mark.parametrize("design", DESIGNS)
-def test_initialization_fills_what_was_on_the_meta_device(design):
-    config = tiny_config(**DESIGNS[design])
-    with torch.device("meta"):
-        model = MetaphraseForConditionalGeneration(config)
-    assert all(tensor.is_meta for tensor in every_tensor(model).values())
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in every_tensor(model).values():
-            tensor.fill_(float("nan"))
-    model.init_weights()
-    assert_initialized(model)
-
-
 @pytest.mark.parametrize("model_class", [MetaphraseForConditionalGeneration, MetaphraseEncoderModel])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_missing_weights_are_initialized_under_the_seed(model_class, design):
@@ -43,7 +19,13 @@ def test_missing_weights_are_initialized_under_the_seed(model_class, design):
 
     model, again, other = load(0), load(0), load(1)
     assert_same_tensors(again, model)
-    assert_initialized(model)
+    usual_tensors = every_tensor(model_class(config))
+    for name, tensor in every_tensor(model).items():
+        assert tensor.isfinite().all(), name
+        if name.endswith(("slopes", "inv_freq", "table")) or tensor.ndim == 1:
+            assert torch.equal(tensor, usual_tensors[name]), name
+        else:
+            assert_std(tensor, config.initializer_range, name)
     tensors, other_tensors = every_tensor(model), every_tensor(other)
     assert not any(
         torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items() if "proj.weight" in name

@@ -9,20 +9,16 @@ from metaphrase.modeling.layers import MetaphraseAttention, MetaphraseEncoderLay
 from metaphrase.modeling.operators import MetaphraseRMSNorm
 
 
-def make_layer(layer_class, *args, **fields):
-    config = tiny_config(position_embedding_type="none", **fields)
-    config._attn_implementation = "eager"
-    layer = layer_class(config, *args)
-    for parameter in layer.parameters():
-        if parameter.ndim == 2:
-            nn.init.normal_(parameter, std=0.3)
-    return randomize(layer).eval()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("silent", ["mlp.down_proj", "self_attn.o_proj"])
 def test_dropout_falls_on_the_output_of_each_sublayer_and_spares_the_residual(silent):
-    layer = make_layer(MetaphraseEncoderLayer, 0, norm_position="pre", dropout=0.25)
+    config = tiny_config(position_embedding_type="none", norm_position="pre", dropout=0.25)
+    config._attn_implementation = "eager"
+    layer = MetaphraseEncoderLayer(config, 0)
+    for parameter in layer.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.3)
+    randomize(layer).eval()
     for parameter in layer.get_submodule(silent).parameters():
         parameter.zero_()
     states = torch.randn(4, 16, 32)
@@ -46,27 +42,6 @@ def test_rms_norm_computes_in_float32(dtype):
 # Attention, against that of torch
 
 
-def make_attention(is_cross, **fields):
-    """An attention in evaluation mode with weights so large that it is far from uniform."""
-    config = tiny_config(**{"hidden_size": 16, "position_embedding_type": "none", "attention_bias": False} | fields)
-    config._attn_implementation = "eager"
-    attention = MetaphraseAttention(config, config.stack_sizes("decoder"), 0, source_size=16 if is_cross else None)
-    for parameter in attention.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return attention.eval()
-
-
-def attend_by_torch(attention, states, read, scale):
-    query, key, value = (
-        projection(inputs).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-        for projection, inputs in ((attention.q_proj, states), (attention.k_proj, read), (attention.v_proj, read))
-    )
-    if attention.config.qk_norm:
-        query, key = attention.q_norm(query), attention.k_norm(key)
-    output = nn.functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
-    return attention.o_proj(output.transpose(1, 2).flatten(2))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("is_cross", [False, True])
 @pytest.mark.parametrize(
@@ -82,11 +57,23 @@ def attend_by_torch(attention, states, read, scale):
     ids=str,
 )
 def test_attention_equals_that_of_torch(is_cross, fields):
-    attention = make_attention(is_cross=is_cross, **fields)
+    config = tiny_config(**{"hidden_size": 16, "position_embedding_type": "none", "attention_bias": False} | fields)
+    config._attn_implementation = "eager"
+    attention = MetaphraseAttention(config, config.stack_sizes("decoder"), 0, source_size=16 if is_cross else None)
+    for parameter in attention.eval().parameters():
+        # Weights so large that attention is far from uniform.
+        nn.init.normal_(parameter, std=0.5)
     states, encoder_output = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
     output, weights = attention(states, encoder_hidden_states=encoder_output if is_cross else None)
     read = encoder_output if is_cross else states
-    expected = attend_by_torch(attention, states, read, fields.get("attention_scale"))
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=0)
+    query, key, value = (
+        projection(inputs).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for projection, inputs in ((attention.q_proj, states), (attention.k_proj, read), (attention.v_proj, read))
+    )
+    if config.qk_norm:
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    options = {"scale": fields.get("attention_scale"), "enable_gqa": True}
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(output, attention.o_proj(expected), atol=1e-5, rtol=0)
     assert weights.shape == (2, 4, 3, 5 if is_cross else 3)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 3))

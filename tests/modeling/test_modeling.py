@@ -12,8 +12,7 @@ TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "attn_implementation"),
-    [(torch.float32, "sdpa"), (torch.bfloat16, "sdpa"), (torch.float16, "eager")],
+    ("dtype", "attn_implementation"), [(torch.float32, "sdpa"), (torch.bfloat16, "sdpa"), (torch.float16, "eager")]
 )
 @EVERY_DESIGN
 def test_a_row_of_padding_alone_stays_finite_and_leaves_the_others_alone(dtype, design, attn_implementation):

@@ -3,10 +3,10 @@
 import copy
 import multiprocessing
 import os
-import socket
 
 import pytest
 import torch
+from job_server import free_port
 from tiny_models import random_batch, tiny_model
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -34,12 +34,9 @@ def test_two_processes_have_the_logits_of_one(tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
     inputs = random_batch(model.config)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     # A fork need not import torch again.
     context = multiprocessing.get_context("fork")
-    arguments = port, tmp_path, inputs, model(**inputs).logits
+    arguments = free_port(), tmp_path, inputs, model(**inputs).logits
     processes = [context.Process(target=compare_logits, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()

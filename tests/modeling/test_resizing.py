@@ -48,7 +48,18 @@ def test_resizing_a_vocabulary_keeps_its_common_entries(ties, is_source, request
     assert torch.equal(model.lm_head.weight[:common], old.lm_head.weight[:common])
     assert torch.equal(model.lm_head.bias[:common], old.lm_head.bias[:common])
     torch.testing.assert_close(logits_of(model, inputs)[..., :common], logits_of(old, inputs)[..., :common])
-    assert_usable_after_resizing(model, inputs, tmp_path)
+    # It trains, generates, and is the same model after saving.
+    labels = torch.full((3, 4), config.decoder_vocab_size - 1)
+    sources = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    model(**sources, labels=labels).loss.backward()
+    assert model.lm_head.weight.grad[-1].any()
+    generated = model.generate(**sources, max_new_tokens=3, num_beams=2)
+    model.save_pretrained(tmp_path)
+    loaded, info = MetaphraseForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert_same_tensors(loaded, model)
+    assert tie_groups(loaded) == expected_groups(config)
+    assert torch.equal(loaded.generate(**sources, max_new_tokens=3, num_beams=2), generated)
 
 
 @pytest.mark.parametrize("ties", TIES)
@@ -62,21 +73,6 @@ def test_models_without_a_head_resize(model_class, ties, tmp_path):
     if model_class is MetaphraseModel and not model.config.share_embeddings:
         assert model.resize_decoder_token_embeddings(45) is model.get_decoder().embed_tokens
         assert model.config.decoder_vocab_size == 45 and model.config.vocab_size == 50
-
-
-def assert_usable_after_resizing(model, inputs, folder):
-    """It trains, generates, and is the same model after saving."""
-    labels = torch.full((3, 4), model.config.decoder_vocab_size - 1)
-    sources = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    model(**sources, labels=labels).loss.backward()
-    assert model.lm_head.weight.grad[-1].any()
-    generated = model.generate(**sources, max_new_tokens=3, num_beams=2)
-    model.save_pretrained(folder)
-    loaded, info = MetaphraseForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values()), info
-    assert_same_tensors(loaded, model)
-    assert tie_groups(loaded) == expected_groups(model.config)
-    assert torch.equal(loaded.generate(**sources, max_new_tokens=3, num_beams=2), generated)
 
 
 @pytest.mark.parametrize("ties", TIES)

@@ -1,7 +1,6 @@
 """Tests of saving and loading: every class, every tie, every precision, and nothing to warn of."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -14,17 +13,6 @@ from weights import TIES, assert_same_tensors, expected_groups, tie_groups
 from metaphrase.modeling import MetaphraseEncoderModel, MetaphraseForConditionalGeneration, MetaphraseModel
 
 MODEL_CLASSES = [MetaphraseForConditionalGeneration, MetaphraseModel, MetaphraseEncoderModel]
-
-
-@pytest.fixture
-def warned():
-    """Return transformers' warnings during the test."""
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("transformers").addHandler(handler)
-    yield records
-    logging.getLogger("transformers").removeHandler(handler)
 
 
 @pytest.mark.parametrize("design", CROSSED)

@@ -68,19 +68,14 @@ def test_padding_embedding_learns_where_it_is_read_or_does_not(is_trained):
     assert (gradient[[7, 8, 9]] != 0).any(dim=1).all()
 
 
-def with_positions(kind, **fields):
-    """A model with positions and one without that has the same weights, for `kind` of `POSITIONS`."""
-    model = tiny_model(MetaphraseModel, attn_implementation="eager", **(POSITIONS[kind] | fields))
-    plain = tiny_model(MetaphraseModel, attn_implementation="eager", position_embedding_type="none", **fields)
-    plain.load_state_dict({name: value for name, value in model.state_dict().items() if name in plain.state_dict()})
-    return model, plain
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["relative", "alibi"])
 @pytest.mark.parametrize("name", ["encoder", "decoder"])
 def test_biases_are_added_to_the_scores_of_self_attention(kind, name):
-    model, plain = with_positions(kind)
+    # A model with positions, and one without that has the same weights.
+    model = tiny_model(MetaphraseModel, attn_implementation="eager", **POSITIONS[kind])
+    plain = tiny_model(MetaphraseModel, attn_implementation="eager", position_embedding_type="none")
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if name in plain.state_dict()})
     stack, length = getattr(model, name), {"encoder": 7, "decoder": 5}[name]
     distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
     if kind == "alibi":

@@ -59,6 +59,5 @@ def test_kernels_of_few_shapes_are_kept():
 @pytest.mark.parametrize(("speed", "is_slow"), [(0.52, True), (0.95, False), (4.0, False)])
 def test_slow_bfloat16_is_told(speed, is_slow, monkeypatch):
     monkeypatch.setattr(cpu_setup, "speed_of_bfloat16", lambda: speed)
-    assert [f"{speed} of its speed in float32" in alert for alert in cpu_setup.slow_bfloat16_alerts()] == [
-        True
-    ] * is_slow
+    alerts = cpu_setup.slow_bfloat16_alerts()
+    assert [f"{speed} of its speed in float32" in alert for alert in alerts] == [True] * is_slow

@@ -93,7 +93,11 @@ def test_attention_writes_links(cli_model, tmp_path, monkeypatch, capsys, caplog
 
 
 LINKS = ["--output", "words.align"]
-WRONG_FOR_LINKS = (["--layer", "9"], ["--layer", "0", "--head", "9"], ["--layer", "mean", "--head", "0"])
+WRONG_FOR_LINKS = {
+    "--layer 9": "`layer` must be from -2 to 1, got 9",
+    "--layer 0 --head 4": "`head` must be from -4 to 3",
+}
+WRONG_FOR_LINKS["--layer mean --head 0"] = "`layer` must be given with `head`"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +116,7 @@ WRONG_FOR_LINKS = (["--layer", "9"], ["--layer", "0", "--head", "9"], ["--layer"
         (["--source", "a", "--target", "b", "--target", "c"], "`sources` and `targets` must be equally many, got 1"),
         (["--source", "a", "--target", "b", "--num_beams", "2"], "Generation options have no effect with a target"),
         (["--source", "a", "--format", "pharaoh", "--output", "o.gz"], "`output` must not end in .gz"),
-        *((["--source", "a", *LINKS, *words], "") for words in WRONG_FOR_LINKS),
+        *((["--source", "a", *LINKS, *words.split()], said) for words, said in WRONG_FOR_LINKS.items()),
     ],
 )
 def test_attention_refuses_and_leaves_what_is_there(cli_model, words, message, tmp_path, monkeypatch, capsys):

@@ -145,10 +145,7 @@ def test_large_files_go_to_their_own_store(hub, folder):
 
 
 def test_dry_run_tells_all_and_does_nothing(folder, monkeypatch, capsys):
-    def refuse(*arguments, **options):
-        raise AssertionError("a dry run must not use the network")
-
-    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.socket.connect", None)
     before = contents(folder)
     execute(push, push_words(folder, "--dry_run", "--license", "mit", "--datasets", "me/pairs", "me/more"))
     assert contents(folder) == before
@@ -243,18 +240,12 @@ def test_what_must_not_go_up_is_one_line_and_nothing_is_written(damage, hub, fol
     assert hub.commits == []
 
 
-@pytest.mark.parametrize(
-    ("refusal", "expected"),
-    [
-        ((401, "Invalid username or password."), "401.*Invalid username or password"),
-        ((500, "Out of order."), "500.*Out of order"),
-    ],
-)
-def test_refusal_is_one_line(hub, folder, refusal, expected, capsys):
+@pytest.mark.parametrize("refusal", [(401, "Invalid username or password"), (500, "Out of order")])
+def test_refusal_is_one_line(hub, folder, refusal, capsys):
     hub.refusal = refusal
     assert run("push", push_words(folder)) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert re.match(f"metaphrase push: error: .*{expected}", line)
+    assert re.match("metaphrase push: error: .*{}.*{}".format(*refusal), line)
     assert "hf_of_the_test" not in line and hub.commits == []
 
 

@@ -153,13 +153,8 @@ def test_a_stream_goes_on_at_its_place(server, tmp_path, processes, workers):
     lines = "".join(f"dog {number:05}\t{number:05} god {'of many ' * 4}\n" for number in range(40_000))
     (tmp_path / "many.tsv").write_text(lines, encoding="utf-8")
     fields = {"validation_file": "null", "test_file": "null", "num_validation": 9}
-    fields |= {
-        "train_file": "many.tsv",
-        "streaming": "true",
-        "pairs_in_buffer": 300,
-        "max_steps": 10,
-        "logging_steps": 2,
-    }
+    fields |= {"train_file": "many.tsv", "streaming": "true", "pairs_in_buffer": 300}
+    fields |= {"max_steps": 10, "logging_steps": 2}
     fields |= {"max_source_length": 60, "max_target_length": 60, "dataloader_num_workers": workers, "vocab_size": 300}
     fields |= {"augmentation": "{typos: 0.3}", "tokenizer_kind": "byte_bpe", "max_tokens_per_batch": 4000}
     recipe = [*write_recipe(tmp_path), *(word for name, value in fields.items() for word in (f"--{name}", str(value)))]

@@ -1,5 +1,3 @@
-"""Tests of DeepL's API by its client."""
-
 import itertools
 
 import deepl

@@ -1,5 +1,3 @@
-"""Tests of LibreTranslate's API by its client."""
-
 import io
 import json
 import threading

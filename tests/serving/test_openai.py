@@ -1,19 +1,11 @@
-"""Tests of OpenAI's API by its client."""
-
 import numpy as np
 import openai
 import pytest
 import requests
-from tiny_generator import tiny_generator
 
 
 def client_of(url, key="right"):
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def generator():
-    return tiny_generator()
 
 
 @pytest.fixture

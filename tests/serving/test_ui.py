@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import requests
-from chromium import chromium, one, texts, wait_for
+from chromium import one, texts, wait_for
 from local_server import running, upper_service
 from tiny_generator import tiny_generator
 
@@ -33,12 +33,6 @@ def torch_url():
     models = [ServedModel("tiny", tiny_generator(seed=9), batcher, languages=None, task="text2text-generation")]
     with running(Service(models, batcher)) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def chrome():
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture
@@ -119,19 +113,6 @@ def test_typing_shows_a_translation(browser, url):
     one(browser, "#clear").click()
     wait_for_target(browser, "")
     assert browser.get_log("browser") == []
-
-
-def test_example_is_a_sentence_of_the_source_language(browser, url, torch_url):
-    open_page(browser, url)
-    for sentence in ("The boy eats an apple because he is hungry.", "Der Junge isst einen Apfel, weil er hungrig ist."):
-        assert sentence in one(browser, "#example").text
-        one(browser, "#example").click()
-        wait_for_target(browser, sentence.upper())
-        assert not one(browser, "#example").is_displayed()
-        for name in ("clear", "swap"):
-            one(browser, f"#{name}").click()
-    open_page(browser, torch_url)
-    assert not one(browser, "#example").is_displayed() and browser.get_log("browser") == []
 
 
 def test_hostile_text_is_inert(browser, torch_url, url):

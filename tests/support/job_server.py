@@ -1,9 +1,11 @@
 """A server that forks processes to be killed. It has imported everything, so a process starts at once."""
 
 import gc
+import inspect
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -40,13 +42,18 @@ def fork(work):
     os._exit(code)
 
 
-class JobServer:
-    """A process that runs a file which calls `serve`."""
+def free_port():
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return place.getsockname()[1]
 
-    def __init__(self, file):
-        self._process = subprocess.Popen(
-            [sys.executable, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+
+class JobServer:
+    """A process that runs the file of a subclass, which calls `serve`."""
+
+    def __init__(self):
+        words = [sys.executable, inspect.getfile(type(self))]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout.readline() == "ready\n"
 
     def ask(self, job):

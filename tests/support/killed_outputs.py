@@ -12,9 +12,6 @@ from subcommands import execute
 class Server(JobServer):
     """Runs commands, and kills them."""
 
-    def __init__(self):
-        super().__init__(__file__)
-
     def run(self, words, output, *, most_bytes=None, seen_bytes=None):
         """Run a command and return its status: 0, or the negative number of the signal that ended it.
 
@@ -32,9 +29,14 @@ def carry_out(job):
             generate.OutputFile = limited(generate.OutputFile, job["most_bytes"])
         execute(generate, job["words"])
 
-    child = fork(work)
-    if job["seen_bytes"] is not None:
-        kill_when_seen(child, job["output"], job["seen_bytes"])
+    child, output, deadline = fork(work), job["output"], time.monotonic() + LIMIT_SECONDS
+    while job["seen_bytes"] is not None and time.monotonic() < deadline:
+        if os.path.exists(output) and os.path.getsize(output) >= job["seen_bytes"]:
+            os.kill(child, signal.SIGKILL)
+            break
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            break
+        time.sleep(0.001)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -52,18 +54,6 @@ def limited(open_file, most_bytes):
         return open_file(*arguments, **options)
 
     return open_limited
-
-
-def kill_when_seen(child, output, seen_bytes):
-    """Kills a process as soon as its output has so many bytes."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while time.monotonic() < deadline:
-        if os.path.exists(output) and os.path.getsize(output) >= seen_bytes:
-            break
-        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            return
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 import functools
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import torch
-from job_server import JobServer, fork, serve
+from job_server import JobServer, fork, free_port, serve
 from safetensors import torch as safetensors_torch
 from small_trainers import make_trainer, small_pairs
 from transformers import EarlyStoppingCallback, TrainerCallback, modeling_utils
@@ -144,15 +143,9 @@ def trainer_of(case, output, callbacks):
 
 
 class Server(JobServer):
-    def __init__(self):
-        super().__init__(__file__)
-
     def run(self, output, *, resume=None, processes=1, **job):
         """Carries out a job. Returns whether it was killed, and what it wrote."""
-        with socket.socket() as place:
-            place.bind(("127.0.0.1", 0))
-            port = place.getsockname()[1]
-        job |= {"output": str(output), "resume": resume, "processes": processes, "port": port}
+        job |= {"output": str(output), "resume": resume, "processes": processes, "port": free_port()}
         Path(job["output"] + ".log").unlink(missing_ok=True)
         ends, log = self.ask(job)
         # Where one of several is killed, the others fail.

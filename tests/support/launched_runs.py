@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +23,6 @@ def words_of(data, output, **fields):
     """Return the words after the recipe's name, in which the later of equal fields holds."""
     fields = {"data_dir": data, "output_dir": output} | FIELDS | fields
     return [word for name, value in fields.items() for word in (f"--{name}", str(value))]
-
-
-def free_port():
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
 
 
 def launch(*commands, fails=False, **variables):

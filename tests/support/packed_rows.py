@@ -14,14 +14,9 @@ def ragged_pairs(config, seed=0):
 
 def packed(config):
     sources, targets = ragged_pairs(config)
-    return {
-        "input_ids": torch.cat(sources)[None],
-        "labels": torch.cat(targets)[None],
-        "source_lengths": torch.tensor(SOURCES),
-        "target_lengths": torch.tensor(TARGETS),
-        "longest_source": max(SOURCES),
-        "longest_target": max(TARGETS),
-    }
+    lengths = {"source_lengths": torch.tensor(SOURCES), "target_lengths": torch.tensor(TARGETS)}
+    lengths |= {"longest_source": max(SOURCES), "longest_target": max(TARGETS)}
+    return {"input_ids": torch.cat(sources)[None], "labels": torch.cat(targets)[None], **lengths}
 
 
 def gradients(model, inputs, **kwargs):

@@ -31,12 +31,6 @@ def make_trainer(model, pairs, folder, **options):
     return MetaphraseTrainer(model=model, args=arguments, train_dataset=pairs, data_collator=PairCollator(0), **own)
 
 
-def loss_for_each_token(model, pairs):
-    with torch.no_grad():
-        losses = [model.eval()(**PairCollator(0)([pair])).loss.item() * len(pair["labels"]) for pair in pairs]
-    return sum(losses) / sum(len(pair["labels"]) for pair in pairs)
-
-
 def with_lengths(pairs):
     return Dataset.from_list(
         [{f"{side}_length": len(pair[name]) for side, name in SIDES.items()} | pair for pair in pairs]

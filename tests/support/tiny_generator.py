@@ -53,13 +53,6 @@ def tiny_generator(
     return Generator(model, pair, **generator_options)
 
 
-def diverged_generator() -> Generator:
-    """Return a generator whose logits are all infinite or NaN, although its weights are finite."""
-    generator = tiny_generator()
-    generator.model.lm_head.weight.data.fill_(3e38)
-    return generator
-
-
 def save_generator(generator: Generator, folder: Path) -> Path:
     generator.model.save_pretrained(folder)
     generator.tokenizers.save_pretrained(folder)

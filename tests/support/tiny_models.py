@@ -37,10 +37,7 @@ _NORMS_AROUND = {"norm_type": "rmsnorm", "norm_position": "both", "norm_plus_one
 _NORMS = [{"norm_type": kind, "norm_position": place} for kind in NORM_TYPES for place in NORM_POSITIONS]
 CROSSED: dict[str, dict] = {
     "-".join((name, *norm.values())): POSITIONS[name] | norm
-    for name, norm in [
-        *zip(POSITIONS, _NORMS * 2, strict=True),
-        *(("rotary", norm) for norm in _NORMS),
-    ]
+    for name, norm in [*zip(POSITIONS, _NORMS * 2, strict=True), *(("rotary", norm) for norm in _NORMS)]
 }
 
 _PRE_LAYERNORM, _POST_LAYERNORM, _PRE_RMSNORM, _POST_RMSNORM = (

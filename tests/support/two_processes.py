@@ -3,10 +3,9 @@
 import functools
 import json
 import os
-import socket
 import time
 
-from job_server import JobServer, fork, serve
+from job_server import JobServer, fork, free_port, serve
 
 VARIABLES = {
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
@@ -15,15 +14,9 @@ VARIABLES = {
 
 
 class Server(JobServer):
-    def __init__(self):
-        super().__init__(__file__)
-
     def run(self, folder, work, *words, launcher="torchrun"):
         """Do a work of this file with some words in two processes. Return the exit status and the log of each."""
-        with socket.socket() as place:
-            place.bind(("127.0.0.1", 0))
-            port = place.getsockname()[1]
-        job = {"folder": str(folder), "work": work, "words": words, "launcher": launcher, "port": port}
+        job = {"folder": str(folder), "work": work, "words": words, "launcher": launcher, "port": free_port()}
         statuses = self.ask(job)
         return statuses, [(folder / f"log_{rank}").read_text(encoding="utf-8") for rank in range(2)]
 
@@ -38,11 +31,8 @@ def begin(job, rank):
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(job["folder"])
-    names = VARIABLES[job["launcher"]]
-    values = dict(zip(names, (rank, rank, 2, 0), strict=False)) | {
-        "MASTER_PORT": job["port"],
-        "MASTER_ADDR": "127.0.0.1",
-    }
+    values = dict(zip(VARIABLES[job["launcher"]], (rank, rank, 2, 0), strict=False))
+    values |= {"MASTER_PORT": job["port"], "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in values.items()}
     WORKS[job["work"]](rank, job["words"])
 
@@ -96,11 +86,9 @@ def fail(rank, words):
     from metaphrase.choices import rules
     from metaphrase.scripts.__main__ import run
 
-    class Unsendable(OSError):
-        pass
-
     def choose_from_text(recipe, profile):
-        raise Unsendable("the disk of the first machine is full")
+        # Its class cannot be sent to another process.
+        raise type("Unsendable", (OSError,), {})("the disk of the first machine is full")
 
     rules.choose_from_text = choose_from_text
     print("exit status", run("train", words))

@@ -7,12 +7,7 @@ from tiny_languages import mbart_tokenizer, nllb_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from metaphrase.tokenization import (
-    TextFrame,
-    TokenizerPair,
-    shorten,
-    train_tokenizer,
-)
+from metaphrase.tokenization import TextFrame, TokenizerPair, shorten, train_tokenizer
 from metaphrase.tokenization.tokenizer_pair import WordEncoder
 
 SOURCES = ["a small dog runs", "the cat sleeps", "a cat"] * 3
@@ -182,14 +177,8 @@ def test_an_end_may_hold_the_code_of_a_language_and_a_beginning_is_none(tokenize
     assert shorten([5, 6, 7, 2, 3], 2, [2, 3]) == [2, 3] and shorten([5, 2], 2, [2]) == [5, 2]
 
 
-PARTS = [
-    *["ab", "a", "it's", "12", "é", "Ж", "的", ",", "</s>", "<s", "<2de>", "▁", "Ġ"],
-    *3 * [" "],
-    "  ",
-    "\u00a0",
-    "\t",
-    "\n",
-]
+PARTS = ["ab", "a", "it's", "12", "é", "Ж", "的", ",", "</s>", "<s", "<2de>", "▁", "Ġ"]
+PARTS += [*3 * [" "], "  ", "\u00a0", "\t", "\n"]
 
 
 @pytest.mark.parametrize("kind", ["byte_bpe", "bpe", "unigram"])

@@ -194,15 +194,9 @@ def test_saved_tokenizers_load_without_metaphrase(tmp_path):
         ids = tokenizer(texts)["input_ids"]
         decoded = [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
         expected[kind] = [ids, decoded, [["attention_mask", "input_ids"], len(tokenizer), 0, 77, "right"]]
-    result = subprocess.run(
-        [sys.executable, "-c", LOADING_PROGRAM],
-        input=json.dumps(dict.fromkeys(TOKENIZER_KINDS, texts)),
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    options = {"input": json.dumps(dict.fromkeys(TOKENIZER_KINDS, texts)), "capture_output": True, "text": True}
+    options |= {"check": True, "cwd": tmp_path, "env": os.environ | {"HF_HUB_OFFLINE": "1"}}
+    result = subprocess.run([sys.executable, "-c", LOADING_PROGRAM], **options)
     assert json.loads(result.stdout) == expected
 
 

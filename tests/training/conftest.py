@@ -1,5 +1,3 @@
-"""Fixtures of the tests of training."""
-
 import shutil
 
 import pytest

@@ -49,16 +49,13 @@ def make_recipe(data, output, **fields):
     return Recipe.from_mapping(base | fields, "the test")
 
 
-def loaded(recipe):
+def test_tasks_are_mixed_and_keep_their_prefixes_and_their_own_counts(data, tmp_path):
+    both = tasks(summarize={"max_source_length": 50, "weight": 2})
+    recipe = make_recipe(data, tmp_path, tasks=both)
     corpus = TaskCorpus(recipe, recipe.training_arguments())
     corpus.load()
     tokenizers = TokenizerPair.train(*corpus.sides(), vocab_size=600, show_progress=False)
-    return corpus, corpus.encode(tokenizers), tokenizers
-
-
-def test_tasks_are_mixed_and_keep_their_prefixes_and_their_own_counts(data, tmp_path):
-    both = tasks(summarize={"max_source_length": 50, "weight": 2})
-    corpus, encoded, tokenizers = loaded(make_recipe(data, tmp_path, tasks=both))
+    encoded = corpus.encode(tokenizers)
     dropped = corpus.reports["summarize/train"].source_too_long
     assert 0 < dropped < 10 and corpus.reports["translate/train"].dropped == 0
     texts = tokenizers.decode_targets(encoded["train"]["input_ids"])

@@ -21,15 +21,9 @@ def tokenizer():
 def make_trainer(model, tokenizer, folder, collator_model=None, **arguments):
     defaults = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "save_strategy": "no", "seed": 0}
     defaults |= {"disable_tqdm": True, "lr_scheduler_type": "constant", "logging_steps": 1}
-    pairs = pairs_of_eight_lengths()
-    return Seq2SeqTrainer(
-        model=model,
-        args=Seq2SeqTrainingArguments(**(defaults | arguments)),
-        data_collator=DataCollatorForSeq2Seq(tokenizer, model=collator_model),
-        train_dataset=pairs,
-        eval_dataset=pairs,
-        processing_class=tokenizer,
-    )
+    parts = dict.fromkeys(("train_dataset", "eval_dataset"), pairs_of_eight_lengths()) | {"processing_class": tokenizer}
+    parts |= {"data_collator": DataCollatorForSeq2Seq(tokenizer, model=collator_model)}
+    return Seq2SeqTrainer(model=model, args=Seq2SeqTrainingArguments(**(defaults | arguments)), **parts)
 
 
 def test_one_step_of_eight_batches_equals_one_step_of_one(tokenizer, tmp_path):

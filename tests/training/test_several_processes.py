@@ -7,7 +7,7 @@ from small_runs import write_pairs
 from two_processes import Server
 
 from metaphrase.choices import completion
-from metaphrase.training.distributed import from_first_process, variables_of_slurm
+from metaphrase.training.distributed import variables_of_slurm
 from metaphrase.training.recipe.recipe import load_recipe
 
 SIZES = [f"--model.{stack}_layers=1" for stack in ("encoder", "decoder")]
@@ -66,12 +66,6 @@ def test_a_recipe_runs_in_a_group_of_the_launcher(server, folder):
     assert logs[0].splitlines()[-1] == logs[1].splitlines()[-1]
 
 
-def test_one_process_asks_no_other():
-    assert from_first_process(lambda: 3) == 3
-    with pytest.raises(KeyError):
-        from_first_process(lambda: {}["absent"])
-
-
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "12345", "SLURM_NTASKS": "9", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 STEP |= {"SLURM_STEP_NODELIST": "gpu[07-08,12],cpu1", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"}
 
@@ -89,11 +83,6 @@ def test_a_task_of_slurm_has_the_variables_of_torchrun():
 
 def test_other_processes_of_slurm_stay_alone():
     shell = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
-    for variables in (
-        {},
-        shell,
-        STEP | {"SLURM_NTASKS": "1"},
-        STEP | {"RANK": "0"},
-        STEP | {"SLURM_STEP_NUM_TASKS": "1"},
-    ):
+    changes = {"SLURM_NTASKS": "1"}, {"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}
+    for variables in ({}, shell, *(STEP | change for change in changes)):
         assert not variables_of_slurm(variables)

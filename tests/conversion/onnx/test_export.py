@@ -8,22 +8,9 @@ from tiny_generator import save_generator, tiny_pair
 from tiny_models import DESIGNS, random_batch, tiny_config, tiny_model
 
 from metaphrase.conversion.onnx import export as onnx_export
-from metaphrase.conversion.onnx.export import (
-    DECODER_NAME,
-    ENCODER_NAME,
-    check_graphs,
-    export_onnx,
-    find_obstacles,
-    use_tables,
-    write_graphs,
-)
 from metaphrase.inference import Generator
 
-GRAPHS = (ENCODER_NAME, DECODER_NAME)
-
-
-def session(path):
-    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+GRAPHS = (onnx_export.ENCODER_NAME, onnx_export.DECODER_NAME)
 
 
 def make_generator(seed=0, **fields):
@@ -54,15 +41,15 @@ def test_files_and_tensors_have_the_names_of_optimum(exported):
         content = (folder / name).read_bytes()
         # Nothing shows where this machine has its files.
         assert b"stacks.py" not in content and b"site-packages" not in content
-        graph = session(folder / name)
+        graph = onnxruntime.InferenceSession(str(folder / name), providers=["CPUExecutionProvider"])
         names[name] = [[value.name for value in values] for values in (graph.get_inputs(), graph.get_outputs())]
         fixed = {axis for value in (*graph.get_inputs(), *graph.get_outputs()) for axis in value.shape[:2]}
         # Batch and lengths have names; the heads have not.
         heads = {model.config.num_key_value_heads, model.config.decoder_attention_heads}
         assert "batch_size" in fixed and not {2, 3, 4, 5, 7} & (fixed - heads)
     assert names == {
-        ENCODER_NAME: [["input_ids", "attention_mask"], ["last_hidden_state"]],
-        DECODER_NAME: [
+        onnx_export.ENCODER_NAME: [["input_ids", "attention_mask"], ["last_hidden_state"]],
+        onnx_export.DECODER_NAME: [
             ["encoder_attention_mask", "input_ids", "encoder_hidden_states", *past],
             ["logits", *[name.replace("past_key_values", "present") for name in past], "cross_attentions.0"],
         ],
@@ -74,14 +61,17 @@ def test_files_and_tensors_have_the_names_of_optimum(exported):
 def test_what_differs_is_found(exported):
     """One weight of each stack differs by a little more than the tolerance."""
     model, _, folder = exported
-    check_graphs(model, folder)
-    for stack, name in ((model.get_encoder(), ENCODER_NAME), (model.get_decoder(), DECODER_NAME)):
+    onnx_export.check_graphs(model, folder)
+    for stack, name in (
+        (model.get_encoder(), onnx_export.ENCODER_NAME),
+        (model.get_decoder(), onnx_export.DECODER_NAME),
+    ):
         bias = stack.layers[0].mlp.down_proj.bias
         with torch.no_grad():
             old = bias.clone()
             bias[0] += 0.05
             with pytest.raises(RuntimeError, match=f"^{name} must compute what the model computes, within 0.0001 of"):
-                check_graphs(model, folder)
+                onnx_export.check_graphs(model, folder)
             bias.copy_(old)
 
 
@@ -92,7 +82,7 @@ def test_tables_change_nothing(name):
     given = random_batch(model.config, batch=2, source=40, target=33)
     with torch.no_grad():
         expected = model(**given).logits
-        use_tables(model)
+        onnx_export.use_tables(model)
         assert any(type(module).__name__.endswith("Table") for module in model.modules())
         torch.testing.assert_close(model(**given).logits, expected, rtol=0, atol=0)
 
@@ -113,9 +103,9 @@ def test_every_design(name, tmp_path, monkeypatch):
     model = tiny_model(attn_implementation="eager", **SMALL[name])
     if name == "none":
         monkeypatch.setattr(onnx_export, "LARGEST_WEIGHTS_BYTES", 0)
-    write_graphs(model, tmp_path)
-    check_graphs(model, tmp_path)
-    assert (tmp_path / f"{DECODER_NAME}_data").exists() == (name == "none")
+    onnx_export.write_graphs(model, tmp_path)
+    onnx_export.check_graphs(model, tmp_path)
+    assert (tmp_path / f"{onnx_export.DECODER_NAME}_data").exists() == (name == "none")
 
 
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
@@ -127,7 +117,7 @@ def test_what_cannot_be_exported_is_refused_by_name(kind, tmp_path):
     rotation = {"rope_type": kind, "rope_theta": 1e4, **REFUSED[kind]}
     source = save_generator(make_generator(rope_parameters=rotation), tmp_path / "model")
     with pytest.raises(ValueError, match=f"onnx cannot express `rope_parameters` with `rope_type` '{kind}'"):
-        export_onnx(source, tmp_path / "exported")
+        onnx_export.export_onnx(source, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
     # The fields have no effect without rotary positions.
-    assert not find_obstacles(tiny_config(position_embedding_type="none", rope_parameters=rotation))
+    assert not onnx_export.find_obstacles(tiny_config(position_embedding_type="none", rope_parameters=rotation))

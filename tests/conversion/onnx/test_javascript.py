@@ -48,16 +48,11 @@ def write(generator, folder):
     return folder
 
 
-SEARCHES = [
-    {"num_beams": 1},
-    {"num_beams": 4},
-    {"num_beams": 4, "early_stopping": True},
-    {"num_beams": 3, "length_penalty": 0.0, "early_stopping": "never"},
-    {"num_beams": 2, "length_penalty": -1.0},
-    {"num_beams": 5, "length_penalty": 2.0, "early_stopping": "never", "max_new_tokens": 20},
-    {"num_beams": 3, "no_repeat_ngram_size": 2, "min_length": 5},
-    {"num_beams": 1, "repetition_penalty": 1.5},
-]
+SEARCHES = [{"num_beams": 1}, {"num_beams": 4}, {"num_beams": 4, "early_stopping": True}]
+SEARCHES += [{"num_beams": 3, "length_penalty": 0.0, "early_stopping": "never"}]
+SEARCHES += [{"num_beams": 2, "length_penalty": -1.0}, {"num_beams": 1, "repetition_penalty": 1.5}]
+SEARCHES += [{"num_beams": 5, "length_penalty": 2.0, "early_stopping": "never", "max_new_tokens": 20}]
+SEARCHES += [{"num_beams": 3, "no_repeat_ngram_size": 2, "min_length": 5}]
 
 
 @pytest.fixture(scope="module")

@@ -18,16 +18,10 @@ from metaphrase.conversion.onnx.export import GRAPH_NAMES, export_web
 pytestmark = pytest.mark.slow
 
 
-class QuietHandler(SimpleHTTPRequestHandler):
-    """Server of files without a log."""
-
-    def log_message(self, *arguments):
-        pass
-
-
 @contextlib.contextmanager
 def serving(folder):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=folder))
+    handler = type("QuietHandler", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=folder))
     threading.Thread(target=server.serve_forever).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/"
@@ -139,13 +133,6 @@ def test_hostile_texts_are_inert(site, browser):
     enter(browser, "the cat sleeps")
     assert texts(browser, "#target .wrong") == [] and texts(browser, ".word")
     assert warnings_of(browser) == []
-
-
-def test_narrow_windows(site, browser):
-    open_page(browser, site)
-    browser.set_window_size(390, 844)
-    enter(browser, "the " * 40 + "w" * 200)
-    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.parametrize("name, message", [("library", "library/ is missing"), ("onnx", "The model cannot be loaded.")])
