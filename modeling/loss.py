@@ -48,6 +48,7 @@ def sequence_loss(
     labels: torch.Tensor,
     num_items_in_batch: torch.Tensor | int | None = None,
     label_smoothing: float = 0.0,
+    label_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the mean cross-entropy of the labels, a scalar in float32, 0 without labels.
 
@@ -57,15 +58,17 @@ def sequence_loss(
         num_items_in_batch: Number of labels in all batches of an optimizer step. Dividing by this number makes the losses of
             accumulated batches add up to the loss of one large batch. None divides by the labels of this batch.
         label_smoothing: Probability to spread over the vocabulary, in [0, 1) (Szegedy et al. 2016, section 7, arXiv 1512.00567).
+        label_weights: Factors of the cross-entropies, `(batch, target)`. The divisor stays the number of labels.
     """
     labels = labels.to(logits.device)
-    total = nn.functional.cross_entropy(
+    losses = nn.functional.cross_entropy(
         logits.flatten(0, 1).float(),
         labels.flatten(),
         ignore_index=IGNORED_LABEL,
-        reduction="sum",
+        reduction="sum" if label_weights is None else "none",
         label_smoothing=label_smoothing,
     )
+    total = losses if label_weights is None else (losses * label_weights.flatten().to(losses.device)).sum()
     return total / num_items(labels, num_items_in_batch, total.device)
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from metaphrase.augmentation.rare_words import RareWords
 from metaphrase.augmentation.recombination import Recombination
-from metaphrase.data.pairs import AUGMENTATIONS, LENGTH_COLUMNS, SIDES
+from metaphrase.data.pairs import AUGMENTATIONS, COLUMN_TYPES, LENGTH_COLUMNS, SIDES, WEIGHT_COLUMN
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import learn_terms
 from metaphrase.filtering.rules import SPACED_WORD
@@ -195,7 +195,7 @@ class Augmenter:
     def __call__(
         self, pairs: Sequence[Mapping[str, Any]], epoch: int, rows: Sequence[int]
     ) -> list[dict[str, list[int]]]:
-        """Return new `input_ids` and `labels` of pairs with texts, in an epoch. Rows are the numbers of the pairs in all data."""
+        """Return new `input_ids` and `labels` of pairs with texts, and weights, in an epoch. Rows are numbers in all data."""
         generators = [Random(f"{self.seed} {epoch} {row}") for row in rows]
         texts = [self.change_texts(*map(pair.get, SIDES), draw) for pair, draw in zip(pairs, generators, strict=True)]
         encoders, sides = (self.tokenizers.encode_sources, self.tokenizers.encode_targets), []
@@ -209,7 +209,8 @@ class Augmenter:
             if target != pair["target"]:
                 # A change of both sides, such as upper case, must not reach one alone.
                 fits = [all(fits)] * 2
-            changed.append({name: side if fit else pair[name] for name, side, fit in zip(_IDS, ids, fits, strict=True)})
+            new = {name: side if fit else pair[name] for name, side, fit in zip(_IDS, ids, fits, strict=True)}
+            changed.append({**new, WEIGHT_COLUMN: pair[WEIGHT_COLUMN]} if WEIGHT_COLUMN in pair else new)
         return changed
 
     def change_texts(self, source: str, target: str, random: Random) -> tuple[str, str]:
@@ -343,6 +344,7 @@ class AugmentedPairs(EpochPairs):
         super().__init__()
         self.pairs, self.augmenter = pairs, augmenter
         self.column_names = [name for name in pairs.column_names if name not in SIDES]
+        self._read = pairs.select_columns([name for name in (*COLUMN_TYPES, *_IDS) if name in pairs.column_names])
         rows = np.unique(np.linspace(0, len(pairs) - 1, _MEASURED_PAIRS).astype(np.int64)).tolist()
         sample = self.__getitems__(rows)
         self._growth = {}
@@ -362,5 +364,5 @@ class AugmentedPairs(EpochPairs):
 
     def __getitems__(self, rows: list[int]) -> list[dict[str, list[int]]]:
         """Return the pairs of a batch. A number beyond the end is that of a later reading. Loaders of torch call this method."""
-        pairs = self.pairs.select_columns([*SIDES, *_IDS]).__getitems__([row % len(self) for row in rows])
+        pairs = self._read.__getitems__([row % len(self) for row in rows])
         return self.augmenter(pairs, self.epoch, rows)

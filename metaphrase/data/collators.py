@@ -4,10 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from metaphrase.data.pairs import WEIGHT_COLUMN
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL, shift_right
 
@@ -18,14 +20,19 @@ def with_decoder_inputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tenso
     # FSMT builds the decoder input from the sources.
     if config.model_type != "fsmt" or labels is None or "decoder_input_ids" in inputs:
         return dict(inputs)
-    shifted = shift_right(labels, config.pad_token_id, config.decoder_start_token_id)
-    return {**inputs, "decoder_input_ids": shifted}
+    return {**inputs, "decoder_input_ids": shift_right(labels, config.pad_token_id, config.decoder_start_token_id)}
 
 
 def source_of(pair: Mapping[str, Sequence[int]]) -> Sequence[int]:
     """Return the ids of a pair's source, without the padding that an `attention_mask` marks."""
     ids, mask = pair["input_ids"], pair.get("attention_mask")
     return ids if mask is None or all(mask) else [token for token, is_token in zip(ids, mask, strict=True) if is_token]
+
+
+def weights_of(pairs: Sequence[Mapping[str, Any]], num_fillers: int = 0) -> dict[str, torch.Tensor]:
+    """Return the column `weight` `(pairs,)`, in which a pair without one has 1. There is none if all are 1."""
+    weights = [1.0 if pair.get(WEIGHT_COLUMN) is None else float(pair[WEIGHT_COLUMN]) for pair in pairs]
+    return {WEIGHT_COLUMN: torch.tensor(weights + [1.0] * num_fillers)} if {*weights} - {1.0} else {}
 
 
 @dataclass
@@ -39,7 +46,7 @@ class PairCollator:
     pad_to_multiple_of: int = 1
 
     def __call__(self, pairs: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Join pairs to `input_ids`, `attention_mask` and `labels`, `(batch, length)` each.
+        """Join pairs to `input_ids`, `attention_mask` and `labels`, `(batch, length)` each, and `weight` (see `weights_of`).
 
         An `attention_mask` marks the padding of pairs that are padded already.
         """
@@ -48,7 +55,7 @@ class PairCollator:
         columns: dict[str, tuple[list, int]] = {"input_ids": (sources, self.pad_token_id), "attention_mask": (masks, 0)}
         if "labels" in pairs[0]:
             columns["labels"] = [pair["labels"] for pair in pairs], IGNORED_LABEL
-        batch = {}
+        batch = weights_of(pairs)
         for name, (rows, padding) in columns.items():
             width = -(-max(map(len, rows)) // self.pad_to_multiple_of) * self.pad_to_multiple_of
             batch[name] = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows], dtype=torch.long)
@@ -73,10 +80,10 @@ class PackedCollator:
 
         Returns:
             `input_ids` `(1, source tokens)`, `labels` `(1, target tokens)`, `source_lengths` and `target_lengths` `(pairs,)`,
-            and the largest of each as `longest_source` and `longest_target`.
+            and the largest of each as `longest_source` and `longest_target`; also `weight` (see `weights_of`).
         """
+        pairs = sorted(pairs, key=lambda pair: (len(source_of(pair)), len(pair["labels"])), reverse=True)
         sides = [(source_of(pair), pair["labels"]) for pair in pairs]
-        sides.sort(key=lambda sides: (len(sides[0]), len(sides[1])), reverse=True)
         lengths = [[len(row) for row in rows] for rows in zip(*sides, strict=True)]
         if min(map(min, lengths)) == 0:
             raise MetaphraseError("Both sides of a pair must hold at least one token to be packed, got an empty one.")
@@ -87,7 +94,7 @@ class PackedCollator:
             num_fillers := max(math.ceil(count / limit) for count, limit in zip(missing, longest, strict=True))
         ):
             missing = [count if count >= num_fillers else count + self.pad_to_multiple_of for count in missing]
-        batch = {"longest_source": longest[0], "longest_target": longest[1]}
+        batch = {"longest_source": longest[0], "longest_target": longest[1], **weights_of(pairs, num_fillers)}
         names = (("input_ids", "source_lengths", self.pad_token_id), ("labels", "target_lengths", IGNORED_LABEL))
         for (ids, sizes, pad), rows, side, count in zip(names, zip(*sides, strict=True), lengths, missing, strict=True):
             fillers = [count // num_fillers + (number < count % num_fillers) for number in range(num_fillers)]

@@ -13,7 +13,7 @@ import pyarrow as pa
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, DataReport
+from metaphrase.data.pairs import COLUMN_TYPES, LENGTH_COLUMNS, SIDES, WEIGHT_COLUMN, DataReport
 from metaphrase.errors import MetaphraseError
 from metaphrase.tokenization import TokenizerPair, shorten
 from metaphrase.tokenization.tokenizer_pair import WordEncoder
@@ -23,7 +23,7 @@ _SAMPLED_ROWS = 1000
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
-    """Return the number of pairs and a hash of all lengths and of the ids of some evenly spread pairs, as values for JSON.
+    """Return the number of pairs and a hash of all lengths and weights, and of ids of evenly spread pairs, as values for JSON.
 
     The pairs have the columns of `encode_pairs`, are blocks of text, or come from a stream with a fingerprint of its files. The
     fingerprint of any other data set is None.
@@ -36,8 +36,8 @@ def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
         return None
     columns = rows.column_names
     digest = hashlib.blake2b(digest_size=16)
-    for name in (name for name in LENGTH_COLUMNS if name in columns):
-        digest.update(np.asarray(rows[name][:], dtype=np.int64).tobytes())
+    for name in (name for name in (*LENGTH_COLUMNS, WEIGHT_COLUMN) if name in columns):
+        digest.update(np.asarray(rows[name][:], dtype=np.float64 if name == WEIGHT_COLUMN else np.int64).tobytes())
     indices = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED_ROWS)).astype(np.int64))
     sampled = rows.select_columns([name for name in _ID_COLUMNS if name in columns])[indices]
     for name in sorted(sampled):
@@ -66,15 +66,9 @@ TooLong = Literal["skip", "truncate", "error"]
 Empty = Literal["skip", "error", "keep"]
 # Values of the column `outcome`. A pair counts under the first one that holds.
 OUTCOMES = ("kept", "empty_source", "empty_target", "source_too_long", "target_too_long")
-FEATURES = {
-    "input_ids": datasets.List(datasets.Value("int32")),
-    "labels": datasets.List(datasets.Value("int32")),
-    "source_length": datasets.Value("int32"),
-    "target_length": datasets.Value("int32"),
-    "outcome": datasets.Value("int8"),
-    "source_truncated": datasets.Value("bool"),
-    "target_truncated": datasets.Value("bool"),
-}
+FEATURES: dict[str, Any] = {name: datasets.List(datasets.Value("int32")) for name in _ID_COLUMNS}
+FEATURES |= {name: datasets.Value("int32") for name in LENGTH_COLUMNS} | {"outcome": datasets.Value("int8")}
+FEATURES |= {f"{side}_truncated": datasets.Value("bool") for side in SIDES}
 # Part of every cache key. Raise it when the same pairs would be encoded into other columns.
 CACHE_VERSION = 2
 
@@ -148,19 +142,19 @@ def encode_pairs(
     count as in other splits.
 
     Returns:
-        The columns `input_ids`, `labels`, `source_length` and `target_length` (in tokens) in the order of the pairs,
-        and the report.
+        The columns `input_ids`, `labels`, `source_length` and `target_length` (in tokens), and `weight` if there is one, in
+        the order of the pairs, and the report.
     """
     encoder = PairEncoder(tokenizers, **rules)
     report = DataReport(read=len(dataset)) if report is None else copy.copy(report)
     report.other_splits += report.kept - len(dataset)
     keys = (encoder.limits, encoder.frames, encoder.too_long, encoder.empty, keep_text, CACHE_VERSION)
-    removed = [name for name in dataset.column_names if not (keep_text and name in SIDES)]
-    texts = {name: datasets.Value("string") for name in dataset.column_names if name not in removed}
-    features = datasets.Features({**texts, **FEATURES})
+    read = [name for name in COLUMN_TYPES if name in dataset.column_names]
+    types = {name: datasets.Value(COLUMN_TYPES[name]) for name in (read if keep_text else read[2:])}
+    features = datasets.Features({**types, **FEATURES})
 
-    def encode(sources: list[str], targets: list[str], rows: list[int]) -> pa.Table:
-        columns = {"source": sources, "target": targets, **encoder(sources, targets, rows)}
+    def encode(*inputs: list[Any]) -> pa.Table:
+        columns = {**dict(zip(read, inputs, strict=False)), **encoder(inputs[0], inputs[1], inputs[-1])}
         # A dictionary would be searched for the types of its values.
         return pa.table({name: columns[name] for name in features}, features.arrow_schema)
 
@@ -168,15 +162,14 @@ def encode_pairs(
         encode,
         batched=True,
         with_indices=True,
-        input_columns=["source", "target"],
-        remove_columns=removed,
+        input_columns=read,
+        remove_columns=dataset.column_names,
         features=features,
         new_fingerprint=Hasher.hash((dataset._fingerprint, tokenizer_fingerprint(tokenizers), keys)),
         desc="Tokenizing",
     )
     # The cache holds dropped pairs too, so that every run can count them.
-    bookkeeping = encoded.select_columns([name for name in FEATURES if name not in _ID_COLUMNS])
-    columns = bookkeeping.with_format("numpy")[:]
+    columns = encoded.select_columns([*FEATURES][len(_ID_COLUMNS) :]).with_format("numpy")[:]
     for index, reason in enumerate(OUTCOMES[1:], start=1):
         report.add(**{reason: int(np.sum(columns["outcome"] == index))})
     rows = np.flatnonzero(columns["outcome"] == 0)
@@ -189,4 +182,4 @@ def encode_pairs(
         setattr(report, f"{side}_lengths", statistics | {"longest": int(lengths.max())})
     if rows.size < len(encoded):
         encoded = encoded.select(rows)
-    return encoded.select_columns([*texts, *_ID_COLUMNS, *LENGTH_COLUMNS]), report
+    return encoded.select_columns([*types, *_ID_COLUMNS, *LENGTH_COLUMNS]), report

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import logging
+import math
 import operator
 import sys
 from collections import Counter, defaultdict
@@ -34,6 +35,10 @@ Columns = tuple[Column, ...]
 Span = tuple[int, int]
 WHOLE = (0, sys.maxsize)
 SIDES = ("source", "target")
+# Factor of a pair in the loss of training, at least 0.
+WEIGHT_COLUMN = "weight"
+_FIELDS = "`source_column`, `target_column` and, if given, `weight_column`"
+COLUMN_TYPES = {"source": "string", "target": "string", WEIGHT_COLUMN: "float64"}
 
 
 class PairProblem(NamedTuple):
@@ -43,7 +48,8 @@ class PairProblem(NamedTuple):
     message: str
 
 
-Record = tuple[str, str] | PairProblem
+# Source, target and, if there is a column of weights, a weight.
+Record = tuple[Any, ...] | PairProblem
 
 # Readers of files. Those of pandas and pyarrow would read broken rows as nulls, or refuse a whole file without naming a line.
 
@@ -77,21 +83,20 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span
     first = next(read_lines(path, limit), None)
     fields, names, width = first.text.split("\t") if first else [], column_names(columns), 2
     has_header = all(name in fields for name in names)
-    sides: list[Any] = [0, 1]
+    sides: list[Any] = [number if name is None else name for number, name in enumerate(columns)]
     if has_header:
         check_columns(path, names, fields)
         sides, width = [*map(fields.index, names)], len(fields)
     elif first is not None:
-        if columns != (None, None):
-            sides, width = names, len(fields)
+        width = 2 if columns == (None, None) else len(fields)
         numbers = [number for side in sides for number in ((isinstance(side, tuple) and side) or [side])]
         has_columns = all(isinstance(number, int) and 0 <= number < width for number in numbers)
         if not has_columns or len(fields) > width:
             raise MetaphraseError(
-                f"`source_column` and `target_column` must name columns in the first line of {path}, or be numbers from 0 of "
-                f"columns without a header, got {columns}; it has {fields}."
+                f"{_FIELDS} must name columns in the first line of {path}, or be numbers from 0 of columns without a header, "
+                f"got {columns}; it has {fields}."
             )
-    source, target = map(_column_reader, sides)
+    source, target = map(_column_reader, sides[:2])
     for line in read_lines(path, limit, span=span):
         if has_header and line.number == 1 and not span[0]:
             continue
@@ -102,7 +107,8 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span
             message = f"{path} must have {width} tab-separated columns, got {len(fields)} in line {line.number}."
             yield PairProblem("malformed", message)
         else:
-            yield source(fields), target(fields)
+            pair = source(fields), target(fields)
+            yield _add_weight(pair, fields[sides[2]], f"{path}, line {line.number}") if len(sides) > 2 else pair
 
 
 def _column_reader(column: int | tuple[int, ...]) -> Callable[[list[str]], str]:
@@ -146,17 +152,15 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
 
 
 def column_names(columns: Columns) -> list[Any]:
-    """Return both column names, with defaults. Numbers, which only a .tsv file may have, stay numbers."""
-    return [default if name is None else name for name, default in zip(columns, SIDES, strict=True)]
+    """Return the names of columns, with defaults. Numbers, which only a .tsv file may have, stay numbers."""
+    return [default if name is None else name for name, default in zip(columns, COLUMN_TYPES, strict=False)]
 
 
 def check_columns(where: str, names: list[str], present: list[str]) -> None:
     """Raise a `MetaphraseError` if a column is missing or occurs twice."""
     for name in names:
         if present.count(name) != 1:
-            raise MetaphraseError(
-                f"`source_column` and `target_column` must name columns that {where} has once, got {name!r}; it has {present}."
-            )
+            raise MetaphraseError(f"{_FIELDS} must name columns that {where} has once, got {name!r}; it has {present}.")
 
 
 def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span: Span = WHOLE) -> Iterator[Record]:
@@ -194,8 +198,8 @@ def _from_mapping(record: Any, names: list[str], where: str, limit: int) -> Reco
     if not isinstance(record, dict):
         return PairProblem("malformed", f"{where} must be a JSON object, got {type(record).__name__}.")
     nested = record.get("translation")
-    row = nested if isinstance(nested, dict) and not all(name in record for name in names) else record
-    for name in names:
+    row = nested if isinstance(nested, dict) and not all(name in record for name in names[:2]) else record
+    for name in names[:2]:
         value = row.get(name)
         if not isinstance(value, str):
             actual = f"type {type(value).__name__}."
@@ -209,14 +213,27 @@ def _from_mapping(record: Any, names: list[str], where: str, limit: int) -> Reco
         if len(value) > limit:
             message = f"{where} must hold texts of at most {limit} characters, got more."
             return PairProblem("line_too_long", f"{message} Set `max_line_characters` higher to read it.")
-    return row[names[0]], row[names[1]]
+    pair = row[names[0]], row[names[1]]
+    return _add_weight(pair, record.get(names[2]), where) if len(names) > 2 else pair
+
+
+def _add_weight(pair: tuple[str, str], value: Any, where: str) -> Record:
+    try:
+        weight = float(value)
+    except (TypeError, ValueError, OverflowError):
+        weight = math.nan
+    if 0 <= weight < math.inf:
+        return *pair, weight
+    return PairProblem(
+        "malformed", f"{where} must hold a finite number of at least 0 in `weight_column`, got {value!r}."
+    )
 
 
 def read_parquet(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> Iterator[Record]:
     """Yield the pairs of a Parquet file, with flat columns or a `translation` struct. Text must be UTF-8."""
     try:
         file = pq.ParquetFile(path)
-        read = _select_columns(columns, path, file.schema_arrow.names)
+        read = _select_columns(column_names(columns), path, file.schema_arrow.names)
         yield from read_arrow(file.iter_batches(columns=read), columns, path, limit)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise MetaphraseError(f"{path} must be a whole Parquet file, got: {error}") from error
@@ -228,15 +245,14 @@ def read_arrow(
     """Yield the pairs of successive Arrow tables, with flat columns or a `translation` struct."""
     names, row = column_names(columns), 0
     for table in tables:
-        for record in table.select(_select_columns(columns, where, table.schema.names)).to_pylist():
+        for record in table.select(_select_columns(names, where, table.schema.names)).to_pylist():
             yield _from_mapping(record, names, f"{where}, row {row}", limit)
             row += 1
 
 
-def _select_columns(columns: Columns, where: str, present: list[str]) -> list[str]:
-    names = column_names(columns)
-    if "translation" in present and not set(names) <= set(present):
-        return ["translation"]
+def _select_columns(names: list[str], where: str, present: list[str]) -> list[str]:
+    if "translation" in present and not set(names[:2]) <= set(present):
+        return [name for name in ("translation", *names[2:]) if name in present]
     check_columns(where, names, present)
     return names
 
@@ -253,7 +269,6 @@ AUGMENTATIONS = ("uppercase", "titlecase", "missing_punctuation", "typos", "term
 Policy = Literal["error", "skip"]
 # Name of the task of a pair, where a run has several.
 TASK_COLUMN = "task"
-RECORD_FEATURES = datasets.Features({name: datasets.Value("string") for name in (*SIDES, "problem")})
 # Part of every cache key. Raise it when the same file would be read into other pairs.
 CACHE_VERSION = 4
 # `datasets` takes more than a hundred times as long row by row.
@@ -339,6 +354,7 @@ class PairSource:
         file: A `.tsv`, `.csv`, `.jsonl`, `.json` or `.parquet` file. All but Parquet may end in `.gz`.
         source_column: Name of the source column, by default `source`. In a `.tsv` file without a header, its number from
             0, or the numbers of a text and its features; by default the first of two columns.
+        weight_column: Name or number of a column with the weight of each pair; None for no weights.
         source_prefix: Text before each source that is not empty, such as `summarize: `.
         max_samples: Number of good pairs to take from the beginning.
         invalid_utf8: "error", or "skip" to drop and count pairs that are not UTF-8. In a Parquet file it is always an error.
@@ -355,6 +371,7 @@ class PairSource:
     dataset_split: str = "train"
     source_column: Column = None
     target_column: Column = None
+    weight_column: str | int | None = None
     source_prefix: str | None = None
     max_samples: int | None = None
     invalid_utf8: Policy = "error"
@@ -379,8 +396,8 @@ class PairSource:
 
     @property
     def columns(self) -> Columns:
-        sides = (self.source_column, self.target_column)
-        return tuple(tuple(side) if isinstance(side, list) else side for side in sides)
+        columns = (self.source_column, self.target_column, self.weight_column)[: 2 + (self.weight_column is not None)]
+        return tuple(tuple(column) if isinstance(column, list) else column for column in columns)
 
     @property
     def name(self) -> str:
@@ -396,9 +413,8 @@ class PairSource:
         Blocks of parallel files have equally many lines, and those of one file equally many bytes.
         """
         endings = {Path(path).suffix for path in self.paths}
-        if not endings or ".gz" in endings or self.max_samples is not None:
-            return None
-        if self.file is not None and not endings <= {".tsv", ".jsonl"}:
+        is_whole = self.max_samples is not None or (self.file is not None and not endings <= {".tsv", ".jsonl"})
+        if not endings or ".gz" in endings or is_whole:
             return None
         sizes = [Path(path).stat().st_size for path in self.paths]
         if self.file is not None:
@@ -425,35 +441,35 @@ class PairSource:
         reader = READERS[Path(path.removesuffix(".gz")).suffix]
         return reader(path, self.columns, limit, *(() if block is None else spans))
 
-    def rows(self, block: int | None = None, **options: Any) -> Iterator[tuple[str, str, str]]:
-        """Yield source with prefix, target and problem of each record, empty for a good pair.
+    def rows(self, block: int | None = None, **options: Any) -> Iterator[tuple[Any, ...]]:
+        """Yield source with prefix, target, weight if there is one, and problem of each record, empty for a good pair.
 
         A bad pair that is not skipped is a `MetaphraseError`.
         """
         for record in self.records(block, **options):
             if isinstance(record, PairProblem):
                 if getattr(self, record.kind) == "error":
-                    is_long = record.kind == "line_too_long"
-                    hint = "" if is_long else f" `{record.kind}: skip` drops and counts such pairs."
+                    can_skip, start = record.kind != "line_too_long", self.offsets[block] if block else []
+                    hint = f" `{record.kind}: skip` drops and counts such pairs." if can_skip else ""
                     # A block knows no lines before it.
-                    start = " and ".join(map(str, self.offsets[block])) if block else ""
-                    where = f" Lines are counted from byte {start}." if start else ""
+                    where = f" Lines are counted from byte {' and '.join(map(str, start))}." if block else ""
                     raise MetaphraseError(record.message + where + hint)
-                yield "", "", record.kind
+                yield *("", "", 0.0)[: len(self.columns)], record.kind
+            elif self.source_prefix and record[0].strip():
+                yield self.source_prefix + record[0], *record[1:], ""
             else:
-                source, target = record
-                yield self.source_prefix + source if self.source_prefix and source.strip() else source, target, ""
+                yield *record, ""
 
-    def pairs(self, report: "DataReport | None" = None, block: int | None = None) -> Iterator[tuple[str, str]]:
-        """Stream the good pairs, and count all pairs in the report. Each call reads anew."""
+    def pairs(self, report: "DataReport | None" = None, block: int | None = None) -> Iterator[tuple[Any, ...]]:
+        """Stream the good pairs, with weights if there are any, and count all pairs in the report. Each call reads anew."""
         report, num_good = DataReport() if report is None else report, 0
-        for source, target, problem in self.rows(block) if self.paths else self.rows(streaming=True):
+        for row in self.rows(block) if self.paths else self.rows(streaming=True):
             report.read += 1
-            if problem:
-                report.add(**{problem: 1})
+            if row[-1]:
+                report.add(**{row[-1]: 1})
                 continue
             num_good += 1
-            yield source, target
+            yield row[:-1]
             if num_good == self.max_samples:
                 return
 
@@ -475,7 +491,7 @@ class PairSource:
         pairs = list(islice(rows, most))
         if next(rows, None) is None:
             return _as_dataset(pairs), len(pairs)
-        text = "".join(f"{source}\t{target}\n" for source, target in pairs).encode()
+        text = "".join("\t".join(map(str, pair)) + "\n" for pair in pairs).encode()
         num_read = len(gzip.compress(text)) if all(path.endswith(".gz") for path in self.paths) else len(text)
         number = max(most, most * self.num_bytes // num_read) if self.paths else _UNKNOWN_PAIRS
         return _as_dataset(pairs), min(number, self.max_samples or number)
@@ -486,26 +502,27 @@ class PairSource:
         return sum(Path(path).stat().st_size for path in self.paths)
 
 
-def _as_dataset(pairs: list[tuple[str, str]]) -> datasets.Dataset:
-    sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
-    return datasets.Dataset.from_dict({"source": sources, "target": targets})
+def _as_dataset(pairs: list[tuple[Any, ...]]) -> datasets.Dataset:
+    columns = zip(*pairs, strict=True) if pairs else ((), ())
+    return datasets.Dataset.from_dict(dict(zip(COLUMN_TYPES, columns, strict=False)))
 
 
 def load_pairs(
     *, report: DataReport | None = None, cache_dir: str | Path | None = None, **fields: Any
 ) -> datasets.Dataset:
-    """Read the columns `source` and `target` of one split, as in `load_pairs(file="pairs.tsv")`, by the fields of `PairSource`.
+    """Read the pairs of one split by the fields of `PairSource`, as in `load_pairs(file="pairs.tsv")`.
 
-    The counts are added to the report. A changed file is read again.
+    The columns are `source` and `target`, and `weight` if there is a `weight_column`. The counts are added to the report. A
+    changed file is read again.
     """
     source, report = PairSource(**fields), DataReport() if report is None else report
     # All pairs are cached, so that another number of samples needs no new reading.
     key = [repr(replace(source, max_samples=None)), CACHE_VERSION]
-    options: dict[str, Any] = {}
-    if not source.paths:
-        options["cache_dir"] = cache_dir
-        key.append(source.load_dataset(**options)._fingerprint)
-    pairs = read_cached(lambda: source.rows(**options), RECORD_FEATURES, key, source.paths, cache_dir)
+    options: dict[str, Any] = {} if source.paths else {"cache_dir": cache_dir}
+    key += [] if source.paths else [source.load_dataset(**options)._fingerprint]
+    types = dict(list(COLUMN_TYPES.items())[: len(source.columns)]) | {"problem": "string"}
+    features = datasets.Features({name: datasets.Value(kind) for name, kind in types.items()})
+    pairs = read_cached(lambda: source.rows(**options), features, key, source.paths, cache_dir)
     problems = pairs.with_format("numpy")["problem"][:]
     counts = Counter(problems.tolist())
     report.add(read=len(pairs), **{kind: counts[kind] for kind in PROBLEMS})
@@ -555,8 +572,7 @@ def _write_rows(cached: Path, rows: Iterator[tuple], schema: pa.Schema) -> None:
     ):
         while batch := list(islice(rows, _ROWS_PER_READ)):
             progress.update(len(batch))
-            columns = zip(zip(*batch, strict=True), schema.types, strict=True)
-            writer.write(pa.record_batch([pa.array(column, kind) for column, kind in columns], schema=schema))
+            writer.write(pa.record_batch([*zip(*batch, strict=True)], schema=schema))
 
 
 def column_texts(dataset: datasets.Dataset, name: str) -> Iterator[str]:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from metaphrase.data.encoding import OUTCOMES, PairEncoder
-from metaphrase.data.pairs import DROP_REASONS, DataReport, PairSource
+from metaphrase.data.pairs import COLUMN_TYPES, DROP_REASONS, WEIGHT_COLUMN, DataReport, PairSource
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TokenizerPair
@@ -336,22 +336,23 @@ class PairStream:
         self._publish(report)
         logger.info("Pass %d: %s", pass_number + 1, report)
 
-    def _encode(self, rows: list[tuple[int, tuple[str, str]]], pass_number: int, report: DataReport) -> list[Pair]:
+    def _encode(self, rows: list[tuple[int, tuple[Any, ...]]], pass_number: int, report: DataReport) -> list[Pair]:
         training = [(row, *pair) for row, pair in rows if pair[0].strip() not in self.held_out]
         report.add(other_splits=len(rows) - len(training))
         if not training:
             return []
-        numbers, sources, targets = map(list, zip(*training, strict=True))
-        columns = self.encode(sources, targets, numbers)
+        numbers, *texts = map(list, zip(*training, strict=True))
+        columns = self.encode(texts[0], texts[1], numbers)
         outcomes = Counter(columns["outcome"])
         report.add(**{reason: outcomes[number] for number, reason in enumerate(OUTCOMES) if number})
         report.add(**{name: sum(columns[name]) for name in ("source_truncated", "target_truncated")})
-        columns |= {"source": sources, "target": targets, "row": numbers}
+        columns |= {**dict(zip(COLUMN_TYPES, texts, strict=False)), "row": numbers}
         encoded = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         encoded = [pair for pair in encoded if pair["outcome"] == 0]
         if self.augmenter is not None and encoded:
             return list(self.augmenter(encoded, pass_number, [pair["row"] for pair in encoded]))
-        return [{name: pair[name] for name in ("input_ids", "labels")} for pair in encoded]
+        names = [name for name in ("input_ids", "labels", WEIGHT_COLUMN) if name in columns]
+        return [{name: pair[name] for name in names} for pair in encoded]
 
     def _publish(self, report: DataReport) -> list[int]:
         worker = get_worker_info()

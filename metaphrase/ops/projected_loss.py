@@ -41,7 +41,7 @@ class _ProjectedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden_states, weight, bias, labels, is_label, divisor, smoothing: float, alpha: float, dtype: torch.dtype
+        ctx, hidden_states, weight, bias, labels, factors, divisor, smoothing: float, alpha: float, dtype: torch.dtype
     ):
         needs_gradient, vocab = ctx.needs_input_grad, weight.shape[0]
         states, matrix = hidden_states.to(dtype), weight.to(dtype)
@@ -57,7 +57,7 @@ class _ProjectedLoss(torch.autograd.Function):
         bias_gradient = torch.zeros(vocab, dtype=torch.float32, device=weight.device) if needs_gradient[2] else None
         size = chunk_rows(vocab)
         for start in range(0, states.shape[0], size):
-            chunk, mask = states[start : start + size], None if is_label is None else is_label[start : start + size]
+            chunk, mask = states[start : start + size], None if factors is None else factors[start : start + size]
             logits = chunk @ matrix.T if bias is None else torch.addmm(bias.to(dtype), chunk, matrix.T)
             index = torch.arange(chunk.shape[0], device=chunk.device), labels[start : start + size]
             label_logits, probabilities = logits[index].float(), torch.softmax(logits, dim=1)
@@ -98,14 +98,14 @@ class _ProjectedLoss(torch.autograd.Function):
             # Free the chunk before the next chunk is computed.
             del probabilities, logits_gradient
         if smoothing:
-            label_states = states if is_label is None else states * is_label[:, None]
+            label_states = states if factors is None else states * factors[:, None]
             if states_gradient is not None:
                 row = (share * weight_sum).to(dtype)
-                states_gradient -= row if is_label is None else row * is_label[:, None]
+                states_gradient -= row if factors is None else row * factors[:, None]
             if weight_gradient is not None:
                 weight_gradient -= share * label_states.sum(dim=0, dtype=torch.float32)
             if bias_gradient is not None:
-                bias_gradient -= share * (states.shape[0] if is_label is None else is_label.sum())
+                bias_gradient -= share * (states.shape[0] if factors is None else factors.sum())
         gradients = states_gradient, weight_gradient, bias_gradient
         ctx.divisor = divisor
         # In float16, a divided gradient may underflow before the scale of the loss multiplies it in the backward pass.
@@ -189,6 +189,7 @@ def projected_loss(
     smoothing: float = 0.0,
     r_drop_alpha: float = 0.0,
     divisor: torch.Tensor | float = 1,
+    label_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `torch.nn.functional.cross_entropy` of logits with `reduction="sum"`, divided, without storing all logits.
 
@@ -200,22 +201,24 @@ def projected_loss(
         smoothing: Probability to spread over the vocabulary, in [0, 1).
         r_drop_alpha: Weight of the divergence of both halves of the tokens, which have the same labels.
         divisor: Divides the sum. Dividing here saves a pass over gradients as large as the projection.
+        label_weights: Factors of the cross-entropies and divergences, as many as labels.
     """
+    if label_weights is not None:
+        label_weights = label_weights.flatten().to(hidden_states.device)
     if r_drop_alpha:
         # The rows of a pair become neighbours: (tokens, ...) -> (2, tokens / 2, ...) -> (tokens, ...)
         hidden_states, labels = (t.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for t in (hidden_states, labels))
+        label_weights = None if label_weights is None else label_weights.view(2, -1).T.flatten()
     labels = labels.to(hidden_states.device)
-    is_label = labels != IGNORED_LABEL
-    device_type = hidden_states.device.type
+    is_label, device_type = labels != IGNORED_LABEL, hidden_states.device.type
     if device_type != "cpu":
         # Removing tokens without a label would wait for the accelerator.
-        labels = labels.clamp(min=0)
-    elif bool(is_label.all()):
-        is_label = None
-    else:
-        hidden_states, labels, is_label = hidden_states[is_label], labels[is_label], None
+        labels, label_weights = labels.clamp(min=0), is_label if label_weights is None else is_label * label_weights
+    elif not bool(is_label.all()):
+        hidden_states, labels = hidden_states[is_label], labels[is_label]
+        label_weights = None if label_weights is None else label_weights[is_label]
     dtype = product_dtype(hidden_states)
     with torch.autocast(device_type, enabled=False):
         return _ProjectedLoss.apply(
-            hidden_states, weight, bias, labels, is_label, divisor, smoothing, r_drop_alpha, dtype
+            hidden_states, weight, bias, labels, label_weights, divisor, smoothing, r_drop_alpha, dtype
         )

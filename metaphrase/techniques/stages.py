@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from metaphrase.choices.completion import read_corpus
-from metaphrase.data.pairs import SPLITS, data_seed
+from metaphrase.data.pairs import COLUMN_TYPES, SPLITS, data_seed
 from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.metrics import write_metrics
 from metaphrase.inference import Generator
@@ -39,8 +39,8 @@ _OF_RUN = ("stages", "num_seeds", "monolingual_target", "output_dir", "time_budg
 # Fields that come with the weights that a stage begins with.
 _OF_WEIGHTS = ("preset", "model", *(name for name in OWN_FIELDS if group_of(name) == "tokenizer"))
 _TRAINING_PAIRS = ("train_file", "train_source_file", "train_target_file", "train_text_file", "dataset_name", "tasks")
-_PAIRS = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file", "_target_file"))
-_PAIRS += ("dataset_name", "source_column", "target_column", "num_validation", "num_test", "keep_rare_words")
+_PAIRS = ("dataset_name", *(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file", "_target_file")))
+_PAIRS += (*(f"{name}_column" for name in COLUMN_TYPES), "num_validation", "num_test", "keep_rare_words")
 _PAIRS += (*(f"max_{split}_samples" for split in SPLITS), *(f"dataset_{split}_split" for split in SPLITS))
 # Fields of the targets by those of the sources.
 _OTHER_SIDE = {"max_source_length": "max_target_length", "source_lang": "target_lang"}

@@ -34,7 +34,7 @@ from transformers.training_args import OptimizerNames
 
 from metaphrase.data.collators import PackedCollator, PairCollator, source_of, with_decoder_inputs
 from metaphrase.data.encoding import data_fingerprint
-from metaphrase.data.pairs import LENGTH_COLUMNS, data_seed
+from metaphrase.data.pairs import LENGTH_COLUMNS, WEIGHT_COLUMN, data_seed
 from metaphrase.data.token_budget import (
     LengthGroupedSampler,
     TokenBudgetSampler,
@@ -51,7 +51,7 @@ from metaphrase.storage.weight_files import is_finite
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training import checkpoints, distributed
 from metaphrase.training.callbacks import restore_callbacks
-from metaphrase.training.training_loss import TrainingLoss, repeat_batch, smooths_labels
+from metaphrase.training.training_loss import TrainingLoss, repeat_batch, smooths_labels, weights_of_labels
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     - Loss: a mean over the tokens of a whole step, for models of other families too. So gradient accumulation and several
       processes give the gradient of one large batch. The model smooths labels, and in training alone. R-Drop runs each batch
       twice in one call, and adds the divergence of the two predictions (Liang et al. 2021, section 2, arXiv 2106.14448).
+      With a column `weight`, the loss of a step is sum(weight of the pair * loss of the label) / number of labels.
     - Evaluation: the loss is a mean over tokens that counts each pair once. `score` gets decoded texts.
     - Checkpoints: whole, or absent, so that a run may be killed at any moment. A checkpoint is written below `_unfinished` and
       renamed last, when all of it is on the disk. Machines without a shared folder need `save_on_each_node`.
@@ -181,6 +182,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         self.label_smoothing = self.args.label_smoothing_factor
         # The parent's smoother would hide the labels from the model.
         self.label_smoother = None
+        # The weights of pairs are no argument of the model, but stay in its batches.
+        self._set_signature_columns_if_needed()
+        self._signature_columns.append(WEIGHT_COLUMN)
         if self.compute_loss_func is not None:
             raise MetaphraseError(f"`compute_loss_func` must be left out, got {self.compute_loss_func}.")
         if not smooths_labels(self.model):
@@ -209,13 +213,15 @@ class MetaphraseTrainer(Seq2SeqTrainer):
     # Loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        is_training, loss_of_states = model.training, None
+        is_training, loss_of_states, weights = model.training, None, None
         if is_training:
             alpha = self.r_drop_alpha if self.state.global_step >= self.r_drop_start_step else 0.0
             if alpha:
                 inputs = repeat_batch(inputs)
                 num_items_in_batch = None if num_items_in_batch is None else 2 * num_items_in_batch
-            loss_of_states = TrainingLoss(self.label_smoothing, alpha)
+            weights = weights_of_labels(inputs)
+            # FSDP would round the fields of a data class.
+            loss_of_states = partial(TrainingLoss(self.label_smoothing, alpha), label_weights=weights)
         else:
             state, labels = self.accelerator.gradient_state, inputs["labels"]
             if state.end_of_dataloader:
@@ -226,7 +232,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             inputs = {**inputs, "labels": labels} if num_labels else inputs
             if self.decodes or self._needs_loss_alone:
                 loss_of_states = TrainingLoss()
+        inputs = {name: value for name, value in inputs.items() if name != WEIGHT_COLUMN}
         if self.compute_loss_func is not None:
+            self.compute_loss_func = partial(self._loss_of_logits, label_weights=weights)
             # The parent hides the labels from the model, so the decoder gets its inputs here.
             inputs = with_decoder_inputs(self.model, inputs)
             model = partial(model, labels=inputs["labels"])
@@ -241,9 +249,9 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             self.evaluation_loss = self.evaluation_loss + counted
         return (loss, outputs) if return_outputs else loss
 
-    def _loss_of_logits(self, outputs, labels: torch.Tensor, num_items_in_batch=None) -> torch.Tensor:
+    def _loss_of_logits(self, outputs, labels: torch.Tensor, num_items_in_batch=None, label_weights=None):
         smoothing = self.label_smoothing if self.model.training else 0.0
-        return sequence_loss(outputs["logits"], labels, num_items_in_batch, smoothing)
+        return sequence_loss(outputs["logits"], labels, num_items_in_batch, smoothing, label_weights)
 
     # Batches
 

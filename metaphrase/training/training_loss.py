@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from metaphrase.data.pairs import WEIGHT_COLUMN
 from metaphrase.modeling import IGNORED_LABEL, MetaphraseForConditionalGeneration, sequence_loss
 from metaphrase.modeling.loss import num_items
 from metaphrase.plugins import plugin
@@ -35,28 +36,36 @@ class TrainingLoss:
         hidden_states: torch.Tensor,
         labels: torch.Tensor,
         num_items_in_batch: torch.Tensor | int | None,
+        label_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the mean loss of the labels `(batch, target)`, from the decoder's output `(batch, target, hidden)`."""
+        """Return the mean loss of the labels `(batch, target)`, from the decoder's output `(batch, target, hidden)`.
+
+        The loss of each label counts `label_weights` times `(batch, target)`, and the number of labels divides the sum.
+        """
         divisor = num_items(labels, num_items_in_batch, hidden_states.device)
         # A compiler fuses the plain loss.
         projected_loss = None if torch.compiler.is_compiling() else plugin("projected_loss")
         if projected_loss is not None and model.config.final_logit_softcapping is None:
             states = model.transform(hidden_states)
-            loss = projected_loss(model.lm_head, states, labels, self.smoothing, self.r_drop_alpha, divisor)
+            options = self.smoothing, self.r_drop_alpha, divisor, label_weights
+            loss = projected_loss(model.lm_head, states, labels, *options)
             if loss is not None:
                 return loss
         logits = model.project(hidden_states)
-        loss = sequence_loss(logits, labels, num_items_in_batch, self.smoothing)
+        loss = sequence_loss(logits, labels, num_items_in_batch, self.smoothing, label_weights)
         if self.r_drop_alpha:
-            divergence = divergence_of_halves(logits.flatten(0, 1), labels.flatten())
+            divergence = divergence_of_halves(logits.flatten(0, 1), labels.flatten(), label_weights)
             loss = loss + self.r_drop_alpha * divergence / divisor
         return loss
 
 
-def divergence_of_halves(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def divergence_of_halves(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return half the sum of both Kullback-Leibler divergences of two predictions, summed over the labels, in float32.
 
-    The predictions are the halves of logits `(labels, vocab)`, with equal halves of labels `(labels,)`. -100 is no label.
+    The predictions are the halves of logits `(labels, vocab)`, with equal halves of labels `(labels,)` and of their weights.
+    -100 is no label.
 
     Source: Liang et al. 2021, equation 2, arXiv 2106.14448.
     """
@@ -64,7 +73,10 @@ def divergence_of_halves(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     # Ignored rows become zeros, since infinite logits would give NaN even with a weight of 0.
     first, second = nn.functional.log_softmax(torch.where(is_label, logits, 0.0).float(), dim=-1).chunk(2)
     # KL(p, q) + KL(q, p) is the sum of (p - q)(log p - log q).
-    return 0.5 * ((first.exp() - second.exp()) * (first - second)).sum()
+    divergences = (first.exp() - second.exp()) * (first - second)
+    if weights is not None:
+        divergences = divergences * weights.flatten()[: len(divergences), None]
+    return 0.5 * divergences.sum()
 
 
 # R-Drop (Liang et al. 2021, section 2, arXiv 2106.14448)
@@ -74,6 +86,13 @@ def smooths_labels(model: PreTrainedModel) -> bool:
     """Return True if the model lets `TrainingLoss` compute the loss, as Metaphrase models do."""
     base = model.get_base_model() if is_adapted(model) else model
     return "loss_of_states" in inspect.signature(base.forward).parameters
+
+
+def weights_of_labels(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the `weight` of each pair `(pairs,)` for each of its labels, shaped as `labels`; None without weights."""
+    labels, weights = batch["labels"], batch.get(WEIGHT_COLUMN)
+    lengths = batch.get("target_lengths", labels.shape[1])
+    return None if weights is None else weights.repeat_interleave(lengths, output_size=labels.numel()).view_as(labels)
 
 
 def repeat_batch(inputs: Mapping[str, Any]) -> dict[str, Any]:

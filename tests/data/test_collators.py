@@ -3,7 +3,7 @@ import torch
 from tiny_models import tiny_model
 
 from metaphrase.data.collators import PackedCollator, PairCollator
-from metaphrase.training.training_loss import TrainingLoss
+from metaphrase.training.training_loss import TrainingLoss, weights_of_labels
 
 PAIRS = [{"input_ids": [5, 6, 2], "labels": [7, 2]}, {"input_ids": [2], "labels": [8, 9, 4, 2]}]
 
@@ -42,6 +42,16 @@ def test_fillers_change_neither_loss_nor_gradients(dtype):
     assert batch["longest_source"] == 10 and max(batch["source_lengths"]) == 10
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.05, "atol": 2e-3}
     torch.testing.assert_close(*results, **tolerance)
+
+
+def test_weights_stay_with_their_pairs_and_are_left_out_where_all_are_one():
+    pairs = [{**pair, "weight": weight} for pair, weight in zip(PAIRS[::-1], (0.5, 3.0), strict=True)]
+    padded, packed = PairCollator(0)(pairs), PackedCollator(0, 8)(pairs)
+    assert weights_of_labels(padded).tolist() == [[0.5] * 4, [3.0] * 4]
+    assert weights_of_labels(packed)[0, :6].tolist() == [3.0, 3.0, 0.5, 0.5, 0.5, 0.5]
+    assert len(packed["weight"]) == len(packed["target_lengths"]) > 2
+    for collate in (PairCollator(0), PackedCollator()):
+        assert "weight" not in collate([PAIRS[0], {**PAIRS[1], "weight": 1.0}])
 
 
 def test_the_longest_sources_of_a_packed_batch_come_first():

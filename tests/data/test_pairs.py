@@ -83,6 +83,39 @@ def test_formats_of_one_file(tmp_path, load, name, content, columns):
     assert as_tuples(load(file=name, **columns)) == PAIRS
 
 
+ROWS = [("a", "b", "0.5"), ("c", "d", "1e3"), ("e", "f", "{}")]
+WEIGHTED = {
+    "a.tsv": "\n".join(map("\t".join, [("source", "target", "w"), *ROWS])),
+    "numbers.tsv": "\n".join(map("\t".join, ROWS)),
+    "a.csv": "\n".join(map(",".join, [("w", "target", "source"), *(row[::-1] for row in ROWS)])),
+    "a.jsonl": '{{"source": "a", "target": "b", "w": 0.5}}\n{{"source": "c", "target": "d", "w": 1000}}\n'
+    '{{"source": "e", "target": "f", "w": "{}"}}',
+}
+
+
+@pytest.mark.parametrize("weight", ["0", "-0.5", "nan", "inf", "much"])
+@pytest.mark.parametrize("name", [*WEIGHTED, "a.parquet", "nested.parquet"])
+def test_weights_are_read_or_refused_with_their_line(tmp_path, load, name, weight):
+    if name in WEIGHTED:
+        write(tmp_path, name, WEIGHTED[name].format(weight))
+    else:
+        pairs = rows_as_json([row[:2] for row in ROWS], key="translation" if name == "nested.parquet" else None)
+        rows = [pair | {"w": row[2].format(weight)} for pair, row in zip(pairs, ROWS, strict=True)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    columns, report = {"weight_column": 2 if name == "numbers.tsv" else "w"}, DataReport()
+    expected = [("a", "b", 0.5), ("c", "d", 1000.0), ("e", "f", 0.0)][: 3 if weight == "0" else 2]
+    if weight != "0":
+        with pytest.raises(
+            ValueError, match=rf"{name}, .* [234] must hold a finite number of at least 0 .*'{weight}'\."
+        ):
+            load(file=name, **columns)
+    pairs = load(file=name, **columns, malformed="skip", report=report)
+    assert [*zip(*(pairs[side] for side in ("source", "target", "weight")), strict=True)] == expected
+    source = PairSource(file=tmp_path / name, **columns, malformed="skip")
+    assert list(source.pairs()) == expected and source.sample(9)[0]["weight"][:] == pairs["weight"][:]
+    assert report.malformed == 3 - len(expected)
+
+
 def test_features_of_other_columns_have_one_order(tmp_path, load):
     write(tmp_path, "a.tsv", "run\tran\tV;PST\nrun\truns\tV;SG;3;PRS\ngo\tgo\tN\n")
     expected = [("run;PST;V", "ran"), ("run;3;PRS;SG;V", "runs"), ("go;N", "go")]
@@ -253,10 +286,8 @@ def test_sources_with_rare_words_stay_in_training():
     pairs = in_memory([*pairs, ("b c", "z"), ("d e", "z")])
     held_out = split_pairs(pairs, 3, 2, keep_rare_words=True)
     # f, g, i, 1 and 2 stand in one source each.
-    words = {
-        word for split in ("validation", "test") for source in held_out[split]["source"] for word in source.split()
-    }
-    assert not words & {*"fgi12"}
+    sources = [*held_out["validation"]["source"], *held_out["test"]["source"]]
+    assert not {*" ".join(sources).split()} & {*"fgi12"}
     assert split_pairs(pairs, 3, 2)["train"]["source"] != held_out["train"]["source"]
 
 

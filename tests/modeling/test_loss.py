@@ -130,17 +130,22 @@ def test_loss_and_gradients_are_those_of_the_plain_loss(has_bias, smoothing, ign
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 3.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_tokens_without_a_label_count_nothing_where_they_stay(smoothing, alpha):
+def test_tokens_without_a_label_count_nothing_where_they_stay(smoothing, alpha, is_weighted):
     """An accelerator masks them, since removing them would wait for it."""
     *leaves, labels = problem()
     # The two rows of a pair are neighbours.
     labels = labels[: ROWS // 2].repeat_interleave(2)
     is_label = labels != IGNORED_LABEL
     dtype, losses = leaves[0].dtype, []
-    for mask in (None, is_label):
-        states, targets = (leaves[0][is_label], labels[is_label]) if mask is None else (leaves[0], labels.clamp(min=0))
+    factors = torch.rand(ROWS // 2, generator=torch.Generator().manual_seed(4)).repeat_interleave(2)
+    masked = is_label * factors if is_weighted else is_label
+    for mask in (factors[is_label] if is_weighted else None, masked):
+        states, targets = (
+            (leaves[0], labels.clamp(min=0)) if mask is masked else (leaves[0][is_label], labels[is_label])
+        )
         losses.append(module._ProjectedLoss.apply(states, *leaves[1:], targets, mask, 7, smoothing, alpha, dtype))
     torch.testing.assert_close(losses[1], losses[0])
     expected, actual = (torch.autograd.grad(loss, leaves) for loss in losses)

@@ -18,13 +18,14 @@ COLLATORS = {"padded": PairCollator(0), "packed": PackedCollator()}
 OWN = ("max_tokens_per_batch", "r_drop_alpha")
 
 
-def train(folder, collator=COLLATORS["padded"], fields=None, model=None, **options):
+def train(folder, collator=COLLATORS["padded"], fields=None, model=None, pairs=None, **options):
     model = model or tiny_model(vocab_size=60, **{"initializer_range": 0.2, **(fields or {})})
     settings = {"optim": "sgd", "learning_rate": 0.2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     settings |= {"num_train_epochs": 1, "logging_steps": 1, "save_strategy": "no"}
     own = {name: options.pop(name) for name in OWN if name in options} | {"data_collator": collator}
     arguments = Seq2SeqTrainingArguments(output_dir=str(folder), **QUIET | settings | options)
-    trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=with_lengths(small_pairs(24)), **own)
+    dataset = with_lengths(small_pairs(24) if pairs is None else pairs)
+    trainer = MetaphraseTrainer(model=model, args=arguments, train_dataset=dataset, **own)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, losses
@@ -48,6 +49,30 @@ KINDS = {
     "adapters": {"model": adapted_model},
     "R-Drop": {"model": lambda: model_of_two_passes(vocab_size=60), "r_drop_alpha": 3.0},
 }
+# Losses of logits, and the collator and the removal of columns of transformers.
+CAPPED = {"model": lambda: model_of_two_passes(vocab_size=60, final_logit_softcapping=30.0), "r_drop_alpha": 3.0}
+TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>")
+OTHERS = {"collator": DataCollatorForSeq2Seq(TOKENIZER), "remove_unused_columns": True}
+WEIGHTED = KINDS | {"capped": CAPPED, "packed and capped": KINDS["packed"] | CAPPED, "of transformers": OTHERS}
+
+
+def with_weights(pairs):
+    return [{**pair, "weight": float(number % 3)} for number, pair in enumerate(pairs)]
+
+
+@pytest.mark.parametrize("kind", sorted(WEIGHTED.keys() - {"adapters"}))
+def test_weights_of_two_and_zero_repeat_and_remove_a_pair(kind, tmp_path):
+    """The steps have other divisors, for which the learning rate makes up."""
+    options, pairs = {"label_smoothing_factor": 0.1, **WEIGHTED[kind]}, small_pairs(24)
+    make_model = options.pop("model", lambda: None)
+    weighted = with_weights(pairs)
+    pairs = [pair for number, pair in enumerate(pairs) for _ in range(number % 3)]
+    ratio = sum(len(pair["labels"]) for pair in pairs) / sum(len(pair["labels"]) for pair in weighted)
+    repeated = options | {"learning_rate": 0.2 * ratio, "per_device_train_batch_size": 24, "pairs": pairs}
+    expected, losses = train(tmp_path / "repeated", model=make_model(), **repeated)
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 12, "pairs": weighted}
+    actual = train(tmp_path / "weighted", model=make_model(), **options)
+    assert_same(actual, (expected, [loss * ratio for loss in losses]), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,10 +101,9 @@ def test_packed_training_is_padded_training(tmp_path):
 
 
 def test_a_collator_that_shifts_the_labels_itself_changes_nothing(tmp_path):
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>")
     options = {"per_device_train_batch_size": 8, "label_smoothing_factor": 0.1, "remove_unused_columns": True}
-    without = train(tmp_path / "without", DataCollatorForSeq2Seq(tokenizer), **options)
-    shifting = DataCollatorForSeq2Seq(tokenizer, model=tiny_model(vocab_size=60))
+    without = train(tmp_path / "without", DataCollatorForSeq2Seq(TOKENIZER), **options)
+    shifting = DataCollatorForSeq2Seq(TOKENIZER, model=tiny_model(vocab_size=60))
     assert_same(train(tmp_path / "with", shifting, **options), without, rtol=0, atol=0)
     expected = train(tmp_path / "ours", per_device_train_batch_size=8, label_smoothing_factor=0.1)
     assert_same(without, expected, **CLOSE)
@@ -98,7 +122,7 @@ def test_gradient_checkpointing_changes_nothing_with_dropout_either(kind, tmp_pa
 @pytest.mark.parametrize(("kind", "backend"), [("padded", "eager"), ("padded", "inductor"), ("packed", "inductor")])
 def test_compiling_changes_nothing(kind, backend, tmp_path):
     options = {"collator": COLLATORS[kind], "per_device_train_batch_size": 12}
-    options |= {"label_smoothing_factor": 0.1, "max_steps": 2}
+    options |= {"label_smoothing_factor": 0.1, "max_steps": 2, "pairs": with_weights(small_pairs(24))}
     expected = train(tmp_path / "off", **options)
     torch._dynamo.reset()
     actual = train(tmp_path / "on", torch_compile=True, torch_compile_backend=backend, **options)

@@ -3,9 +3,10 @@ import shutil
 
 import pytest
 import torch
-from small_experiments import ONE_STEP, make_recipe, train, weights
+from small_experiments import ONE_STEP, make_recipe, read_log, train, weights
+from subcommands import execute
 from tiny_generator import save_generator, tiny_generator
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from metaphrase.augmentation.denoising import DEFAULT_SENTINELS
 from metaphrase.choices import estimate
@@ -150,6 +151,33 @@ def test_only_training_pairs_change(data, tmp_path, kind):
     if "tasks" not in kind:
         plain = tokenizers.encode_targets(corpus.splits["validation"]["target"][:])
         assert encoded["validation"]["labels"][:] == plain
+
+
+WEIGHTED = {"train_file": "train.jsonl", "weight_column": "w", "num_validation": 0, "max_source_length": 256}
+WEIGHTED |= {"max_target_length": 256}
+AUGMENTED, STREAMED = WEIGHTED | {"augmentation.uppercase": 0.5}, {"streaming": "true"}
+TASKS = {"tasks": "{a: {train_file: train.jsonl, weight_column: w}, b: {train_file: train.tsv}}", "train_file": None}
+
+
+@pytest.mark.parametrize("kind", [WEIGHTED, AUGMENTED, WEIGHTED | STREAMED, AUGMENTED | STREAMED, TASKS])
+def test_the_loss_of_a_run_has_the_weights_of_its_file(data, tmp_path, kind):
+    rows = [line.split("\t") for line in (data / "train.tsv").read_text(encoding="utf-8").splitlines()]
+    lines = [json.dumps({"source": s, "target": t, "w": number % 3}) for number, (s, t) in enumerate(rows)]
+    (data / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    fields = ONE_STEP | {"per_device_train_batch_size": None, "max_tokens_per_batch": 100_000, "learning_rate": 0}
+    fields |= {"label_smoothing_factor": 0, "model.dropout": 0, "save_strategy": "no"} | kind
+    make_recipe(data, tmp_path / "run", **fields).save(tmp_path / "recipe.yaml")
+    places = ["--data_dir", str(data), "--output_dir", str(tmp_path / "run")]
+    execute("train", [str(tmp_path / "recipe.yaml"), *places])
+    _, encoded, _ = prepared(data, tmp_path / "again", **fields)
+    train = encoded["train"]
+    pairs = streamed(train) if "streaming" in kind else [train[row] for row in range(len(train))]
+    model, total, count = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run").eval(), 0.0, 0
+    for number, pair in enumerate(pairs):
+        ids, labels = (torch.tensor([pair[name]]) for name in ("input_ids", "labels"))
+        loss = model(input_ids=ids, labels=labels).loss.item() * labels.numel()
+        total, count = total + loss * (number % 3 if number < 60 else 1), count + labels.numel()
+    assert read_log(tmp_path / "run", "loss")[0]["loss"] == pytest.approx(total / count, rel=1e-4)
 
 
 @KINDS

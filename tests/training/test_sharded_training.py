@@ -68,14 +68,15 @@ NEW = {"preset": "metaphrase-tiny", "vocab_size": 300, "model.dropout": 0}
 NEW |= {f"model.{side}_layers": 1 for side in ("encoder", "decoder")} | {"model.hidden_size": 32}
 NEW |= {f"model.{side}_ffn_dim": 48 for side in ("encoder", "decoder")}
 
+WEIGHTED = {"train_file": "train.jsonl", "weight_column": "w"}
 LORA = {"lora_rank": 4, "learning_rate": 3e-2}
 ZERO = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs `pip install .[deepspeed]`")
 RUNS = [
     # The third step of an epoch has one pair, so that one process has none of its own.
     ("ddp", {"max_train_samples": 17}),
     # One process takes all pairs at once, and each of two takes half of the pairs, not of the tokens.
-    ("ddp", {"max_tokens_per_batch": 10_000}),
-    ("fsdp2", {"joint_vocabulary": False, "target_vocab_size": 280}),
+    ("ddp", {"max_tokens_per_batch": 10_000, **WEIGHTED}),
+    ("fsdp2", {"joint_vocabulary": False, "target_vocab_size": 280, **WEIGHTED}),
     ("fsdp2", {"model.tie_word_embeddings": False, "model.position_embedding_type": "relative"}),
     *((way, fields) for way in ("fsdp2", "zero2", "zero3") for fields in ({"average_last": 2}, LORA)),
 ]
@@ -91,6 +92,8 @@ def data(tmp_path_factory):
     made = make_demo_corpus(num_train=2000, num_validation=20, num_test=20)
     for split, pairs in made.items():
         write_pairs(folder / f"{split}.tsv", pairs[: 60 if split == "train" else 7])
+    rows = [{"source": s, "target": t, "w": number % 4 / 2} for number, (s, t) in enumerate(made["train"][:60])]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (folder / "program.py").write_text(PROGRAM)
     return folder
 

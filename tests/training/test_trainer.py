@@ -54,7 +54,8 @@ def test_pairs_of_a_budget_are_counted_as_trained_on(model, pairs, tmp_path):
 @pytest.mark.parametrize("make_model", [lambda: tiny_model(vocab_size=60), tiny_bart])
 def test_training_loss_is_smoothed_and_that_of_an_evaluation_is_not(make_model, pairs, tmp_path):
     model = make_model()
-    trainer = make_trainer(model, pairs, tmp_path, label_smoothing_factor=0.3)
+    weighted = [{**pair, "weight": 3.0} for pair in pairs]
+    trainer = make_trainer(model, weighted, tmp_path, label_smoothing_factor=0.3)
     batch = PairCollator(0)(pairs[:4])
     loss = trainer.compute_loss(model.train(), dict(batch), num_items_in_batch=torch.tensor(50))
     logits = model(**batch).logits

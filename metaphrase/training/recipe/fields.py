@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 Names = Annotated[
     list[str], BeforeValidator(lambda value: re.findall(r"[^,\s]+", value) if isinstance(value, str) else value)
 ]
+_Index = Annotated[int | str | None, Field(union_mode="left_to_right")]
 _Column = Annotated[int | str | list[int] | None, Field(union_mode="left_to_right")]
 _Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 
@@ -76,6 +77,7 @@ class OwnFields(BaseModel):
     # Several indices are those of a text and its features.
     source_column: _Column = _data("Column of sources: a name [source], or indices in a .tsv file without header [0].")
     target_column: _Column = _data("Column of targets: a name [target] or indices [1].")
+    weight_column: _Index = _data("Column with the factor of each training pair in the loss, at least 0 [none].")
     source_language: str | None = _data("Language code of the sources, for the model card.")
     target_language: str | None = _data("Language code of the targets, for the model card.")
     source_prefix: str | None = _data("Text before each source, such as `summarize: `.")
@@ -280,7 +282,7 @@ _NEEDS |= {"target_tokenizer_name_or_path": "tokenizer_name_or_path", "lora_rank
 _FILES = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file"))
 _PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_test")
 _OF_EACH_TASK: tuple[str, ...] = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
-_OF_EACH_TASK += tuple(f"max_{split}_samples" for split in SPLITS)
+_OF_EACH_TASK += ("weight_column", *(f"max_{split}_samples" for split in SPLITS))
 _OF_TWO_VOCABULARIES = ("target_tokenizer_kind", "target_vocab_size")
 _OF_NEW_TOKENIZER: tuple[str, ...] = ("tokenizer_kind", "vocab_size", "joint_vocabulary", *_OF_TWO_VOCABULARIES)
 _OF_NEW_TOKENIZER += ("lowercase", "normalization", "min_frequency", "joiner", "num_sentinels")
@@ -295,10 +297,11 @@ _CONFLICTS = (
     ("lora_rank", ("freeze",), "all but the adapter is frozen"),
     ("num_validation", ("validation_file", "validation_source_file", "dataset_validation_split"), _EITHER),
     ("num_test", ("test_file", "test_source_file", "dataset_test_split"), _EITHER),
-    ("objective", (*_PAIR_SOURCES, *_OF_TWO_VOCABULARIES), "it is learned from plain text"),
+    ("objective", (*_PAIR_SOURCES, "weight_column", *_OF_TWO_VOCABULARIES), "it is learned from plain text"),
     ("objective", ("subword_sampling", "augmentation"), "it draws the noise of its pairs"),
     ("tasks", _OF_EACH_TASK, "each task has its own pairs, read as a whole"),
-    ("monolingual_target", ("tasks", "objective"), "its sources are written by a model of one kind of pairs"),
+    ("weight_column", ("train_source_file",), "two files of text have no other columns"),
+    ("monolingual_target", ("tasks", "objective", "weight_column"), "a model of plain pairs writes its sources"),
     ("num_seeds", ("objective",), "no scores join the models"),
     ("joint_vocabulary", (*_OF_TWO_VOCABULARIES, "target_tokenizer_name_or_path"), "it has one tokenizer"),
     ("tokenizer_name_or_path", _OF_NEW_TOKENIZER, "a tokenizer that exists is as it was trained"),

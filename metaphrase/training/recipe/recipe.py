@@ -148,6 +148,7 @@ class Recipe(fields.AllFields):
             return None
         shared = ("source_column", "target_column", "source_prefix", "invalid_utf8", "malformed", "max_line_characters")
         options |= {name: getattr(self, name) for name in shared}
+        options["weight_column"] = self.weight_column if split == "train" else None
         options["line_too_long"] = "skip" if split == "train" and self.too_long != "error" else "error"
         return {**options, "max_samples": getattr(self, f"max_{split}_samples")}
 
