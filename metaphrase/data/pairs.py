@@ -453,20 +453,21 @@ class PairSource:
                     where = f" Lines are counted from byte {' and '.join(map(str, start))}." if block else ""
                     raise MetaphraseError(record.message + where + hint)
                 yield *("", "", 0.0)[: len(self.columns)], record.kind
+            elif self.source_prefix and record[0].strip():
+                yield self.source_prefix + record[0], *record[1:], ""
             else:
-                source, *rest = record
-                yield self.source_prefix + source if self.source_prefix and source.strip() else source, *rest, ""
+                yield *record, ""
 
     def pairs(self, report: "DataReport | None" = None, block: int | None = None) -> Iterator[tuple[Any, ...]]:
         """Stream the good pairs, with weights if there are any, and count all pairs in the report. Each call reads anew."""
         report, num_good = DataReport() if report is None else report, 0
-        for *pair, problem in self.rows(block, streaming=True):
+        for row in self.rows(block, streaming=True):
             report.read += 1
-            if problem:
-                report.add(**{problem: 1})
+            if row[-1]:
+                report.add(**{row[-1]: 1})
                 continue
             num_good += 1
-            yield tuple(pair)
+            yield row[:-1]
             if num_good == self.max_samples:
                 return
 

@@ -162,10 +162,8 @@ def test_fingerprint_forgets_what_a_call_leaves_behind():
 
 
 def test_equal_pairs_have_the_same_fingerprint_and_other_pairs_another():
-    first, again = (
-        data_fingerprint(with_lengths(PAIRS)),
-        data_fingerprint(with_lengths(PAIRS).select(range(len(PAIRS)))),
-    )
+    rows = with_lengths(PAIRS)
+    first, again = map(data_fingerprint, (rows, rows.select(range(len(PAIRS)))))
     assert first == again and first["num_pairs"] == len(PAIRS)
     hashes = {first["hash"]}
     others = [PAIRS[:-1], PAIRS[::-1], [*PAIRS[:-1], {"input_ids": [5, 2], "labels": [9, 2]}]]

@@ -218,10 +218,7 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"augmentation": {"terms": 0.1}, "joint_vocabulary": False}, ("augmentation.terms",)),
         ({**TEXT, "num_seeds": 2}, ("num_seeds", "objective")),
         ({"tasks": {"a": {}}, "monolingual_target": "a"}, ("monolingual_target", "tasks")),
-        (
-            {"weight_column": 2, "train_source_file": "a", "train_target_file": "b"},
-            ("weight_column", "train_source_file"),
-        ),
+        ({"weight_column": 2, "train_source_file": "a"}, ("weight_column", "train_source_file")),
         ({"joint_vocabulary": True, "target_vocab_size": 9}, ("joint_vocabulary", "target_vocab_size")),
         ({"target_tokenizer_name_or_path": "x"}, ("target_tokenizer_name_or_path", "tokenizer_name_or_path")),
         ({"model_name_or_path": "x", "preset": "y"}, ("model_name_or_path", "preset")),
