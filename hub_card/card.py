@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.utils import validate_repo_id
 
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, naming_damaged_file
 from metaphrase.hub_card.figures import SCORE_LABELS, draw_training_curve
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_fields
@@ -275,10 +274,8 @@ def read_facts(path: str | os.PathLike) -> Facts:
     path = Path(path)
     if not path.exists() or not is_own_card(path):
         return Facts()
-    try:
+    with naming_damaged_file(path, "a card with readable metadata"):
         data = metadata_load(path) or {}
-    except (ValueError, yaml.YAMLError) as error:
-        raise MetaphraseError(f"The metadata of README.md must be readable, got {str(path)!r}: {error}") from error
     tags = [tag for tag in data.get("tags") or () if tag not in OWN_TAGS]
     named = {"license": data.get("license"), "base_model": data.get("base_model"), "tags": tags}
     return Facts(**named, datasets=data.get("datasets") or (), **data.get("metaphrase") or {})

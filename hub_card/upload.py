@@ -4,8 +4,7 @@ import contextlib
 import glob
 import logging
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -36,24 +35,21 @@ MODEL_FILES = ["config.json", "generation_config.json", VOCABULARY_MAP_NAME, "LI
 MODEL_FILES += [CARD, RECIPE_NAME, PROVENANCE_NAME, *SCORE_FILES, *TOKENIZER_FILES]
 
 
-@dataclass
-class Selection:
-    """Files of a folder to share, by their names in the repository: a path, or bytes in place of the file."""
+# Files by their names in the repository: a path, or bytes in place of the file.
+Contents = dict[str, Path | bytes]
 
-    contents: dict[str, Path | bytes] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
 
-    def report(self, show: Callable[[str], object]) -> None:
-        """Pass each line of a listing to `show`."""
-        total = 0
-        for name, content in self.contents.items():
-            size = len(content) if isinstance(content, bytes) else content.stat().st_size
-            total += size
-            note = " (without secrets and absolute paths)" if isinstance(content, bytes) else ""
-            show(f"  {size:>15,}  {name}{note}")
-        show(f"  {total:>15,}  bytes in {len(self.contents)} files")
-        for name in self.left_out:
-            show(f"  {'left out':>15}  {name}")
+def list_files(contents: Contents, left_out: Sequence[str], show: Callable[[str], object]) -> None:
+    """Pass each line of a listing to `show`."""
+    total = 0
+    for name, content in contents.items():
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        total += size
+        note = " (without secrets and absolute paths)" if isinstance(content, bytes) else ""
+        show(f"  {size:>15,}  {name}{note}")
+    show(f"  {total:>15,}  bytes in {len(contents)} files")
+    for name in left_out:
+        show(f"  {'left out':>15}  {name}")
 
 
 def web_files(folder: Path) -> list[str] | None:
@@ -62,18 +58,17 @@ def web_files(folder: Path) -> list[str] | None:
     return sorted(provenance["files"]) if provenance.get("to") == "web" else None
 
 
-def select_files(folder: Path) -> Selection:
-    """Select the files of the model, and those of a tokenizer below `target_tokenizer/`.
+def select_files(folder: Path) -> tuple[Contents, list[str]]:
+    """Return the files of the model, and of a tokenizer below `target_tokenizer/`, and the names of all that is left out.
 
     Of an export for browsers, select all but the copy of transformers.js, which a repository of a model does not need.
     """
-    selection = Selection()
+    contents: Contents = {}
+    left_out = []
     if (names := web_files(folder)) is not None:
-        selection.contents |= {name: folder / name for name in names if not name.startswith("library/")}
-        refuse_outer_links(folder, [folder / name for name in selection.contents], "folder")
-        if len(selection.contents) < len(names):
-            selection.left_out.append("library/")
-        return selection
+        contents |= {name: folder / name for name in names if not name.startswith("library/")}
+        refuse_outer_links(folder, [folder / name for name in contents], "folder")
+        return contents, ["library/"] if len(contents) < len(names) else []
     weights = weight_names(folder)
     index = [] if weights in ([], [SAFE_WEIGHTS_NAME]) else [SAFE_WEIGHTS_INDEX_NAME]
     names = [*weights, *index, *_code_files(folder)]
@@ -87,14 +82,14 @@ def select_files(folder: Path) -> Selection:
             is_hidden = path.name.startswith(".")
             if path.is_file() and not is_hidden and any(fnmatch(path.name, pattern) for pattern in patterns):
                 refuse_outer_links(folder, [path], "folder")
-                selection.contents[name] = path
+                contents[name] = path
             elif name != TARGET_SUBFOLDER:
-                selection.left_out.append(name + "/" * path.is_dir())
+                left_out.append(name + "/" * path.is_dir())
     # The folder's own recipe keeps its paths, which a resumed run needs.
     recipe = read_recipe(folder)
     if (shared := redact(recipe)) != recipe:
-        selection.contents[RECIPE_NAME] = dump_yaml(shared).encode()
-    return selection
+        contents[RECIPE_NAME] = dump_yaml(shared).encode()
+    return contents, left_out
 
 
 def _code_files(folder: Path) -> list[str]:
@@ -137,7 +132,7 @@ def check_folder(folder: Path) -> None:
 
 
 def upload(
-    contents: Mapping[str, Path | bytes],
+    contents: Contents,
     repo_id: str,
     *,
     commit_message: str,

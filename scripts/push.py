@@ -11,7 +11,7 @@ from huggingface_hub.utils import validate_repo_id
 from metaphrase.errors import MetaphraseError
 from metaphrase.hub_card import write_model_card
 from metaphrase.hub_card.card import is_own_card, read_facts
-from metaphrase.hub_card.upload import CARD, check_folder, select_files, upload, web_files
+from metaphrase.hub_card.upload import CARD, check_folder, list_files, select_files, upload, web_files
 from metaphrase.scripts.parsers import given_options
 
 logger = logging.getLogger(__name__)
@@ -34,21 +34,21 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         kind, branch = "private " * arguments.private, arguments.revision or "main"
         print(f"Dry run: nothing is written or sent. {folder} -> {kind}{repo_id}, branch {branch}")
-        selection = select_files(folder)
+        contents, left_out = select_files(folder)
         if is_written:
-            selection.contents.pop(CARD, None)
+            contents.pop(CARD, None)
             print(f"  {'will be written':>15}  {CARD} (model card, with training curves if there is a log)")
             for name, value in asdict(facts).items():
                 if value:
                     text = value if isinstance(value, str) else ", ".join(map(str, value))
                     print(f"  {'':>15}  {name}: {' '.join(text.split())}")
-        selection.report(print)
+        list_files(contents, left_out, print)
         return
     # The Hub can be reached and knows the token.
     HfApi(token=arguments.token).whoami()
     if is_written:
         write_model_card(folder, facts, repo_id=repo_id, overwrite=arguments.overwrite_card)
-    selection = select_files(folder)
-    selection.report(logger.info)
+    contents, left_out = select_files(folder)
+    list_files(contents, left_out, logger.info)
     names = ("commit_message", "private", "revision", "token")
-    print(upload(selection.contents, repo_id, **{name: getattr(arguments, name) for name in names}))
+    print(upload(contents, repo_id, **{name: getattr(arguments, name) for name in names}))

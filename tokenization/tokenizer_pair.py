@@ -301,12 +301,8 @@ def language_id(tokenizer: PreTrainedTokenizerBase, field: str, code: str | None
         token = m2m_tokens.get(code)
     else:
         # Only special tokens count: a part of a word may look like a code.
-        tokens = {
-            *tokenizer.all_special_tokens,
-            *tokenizer.get_added_vocab(),
-            *getattr(tokenizer, "lang_code_to_id", {}),
-        }
-        token = next((spelling for spelling in (code, f"__{code}__") if spelling in tokens), None)
+        special = tokenizer.all_special_tokens, tokenizer.get_added_vocab(), getattr(tokenizer, "lang_code_to_id", ())
+        token = code if any(code in tokens for tokens in special) else None
     index = None if token is None else tokenizer.convert_tokens_to_ids(token)
     if index is None or index == tokenizer.unk_token_id:
         raise MetaphraseError(f"`{field}` must be a language that the {name} knows, got {code!r}.")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from transformers.utils import cached_file
 
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, naming_damaged_file
 from metaphrase.storage.folders import VOCABULARY_MAP_NAME, read_text
 from metaphrase.tokenization import TokenizerPair
 
@@ -69,18 +69,14 @@ def load_vocabulary_map(name_or_path: str | os.PathLike, tokenizers: TokenizerPa
         )
     sources, targets = tokenizers.source.get_vocab(), tokenizers.target.get_vocab()
     always, tokens = [], {}
-    for number, line in enumerate(read_text(path).removesuffix("\n").split("\n"), start=1):
-        source, _, names = line.partition("\t")
-        try:
+    with naming_damaged_file(path, "a map of the model's own tokens, such as `metaphrase shortlist` makes"):
+        for line in read_text(path).removesuffix("\n").split("\n"):
+            source, _, names = line.partition("\t")
             ids = [targets[name] for name in names.split(" ") if name]
             if source:
                 tokens[sources[source]] = ids
             else:
                 always = ids
-        except KeyError as error:
-            raise MetaphraseError(
-                f"Line {number} of {path} must hold tokens of the model, got {error}. Make the file by `metaphrase shortlist`."
-            ) from error
     loaded = VocabularyMap(always, tokens)
     loaded.path = path
     return loaded
