@@ -212,7 +212,9 @@ def _layer(config: MetaphraseConfig, shape: BatchShape, precision: Precision, si
         query += heads * (_norm(config, precision, head_dim) + element * head_dim * (not shape.is_packed))
         key += key_heads * _norm(config, precision, head_dim)
     # Both factors of a gate, and what enters the last projection.
-    tensors = kept_by_activation(config.activation_function) + 1 + 2 * config.gated_mlp
+    # The network's own name of the activation.
+    name = config.activation_function.replace("gelu_new", "gelu_pytorch_tanh")
+    tensors = kept_by_activation(name) + 1 + 2 * config.gated_mlp
     feed_forward = element * (hidden + tensors * inner) + MASK_BYTES * inner * (config.activation_dropout > 0)
     norms = 2 if config.norm_position == "both" else 1
     sublayer = norms * _norm(config, precision, hidden) + MASK_BYTES * hidden * (config.dropout > 0)
