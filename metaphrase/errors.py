@@ -1,15 +1,26 @@
-"""The exception of a user's mistake, and how to tell a mistake from a bug."""
+"""The exception of a user's mistake, how to tell a mistake from a bug, and the texts of errors. No heavy library is imported."""
 
 import contextlib
+import difflib
 import os
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Note of an error that the first process has raised and shown.
 OF_FIRST_PROCESS = "The first process has raised this error, and all end with it."
 _PACKAGE = Path(__file__).parent
 # Errors of damaged weights, of a field of the wrong type in a configuration, and of the network.
 _ERRORS_OF_LIBRARIES = {"SafetensorError", "StrictDataclassError", "HTTPError"}
+# Words of pydantic, and of this package.
+_WORDS = {
+    "Input should be": "must be",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+}
 
 
 class MetaphraseError(ValueError):
@@ -53,3 +64,24 @@ def is_mistake(error: BaseException) -> bool:
         return False
     file = Path(trace.tb_frame.f_code.co_filename)
     return not file.is_relative_to(_PACKAGE) or file.parent == _PACKAGE / "modeling"
+
+
+def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return " Did you mean 'x'?" with the known name most like `name`; an empty text if none is similar by `cutoff`, 0 to 1."""
+    nearest = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def explain_error(error: Any) -> str:
+    """Return one sentence on the first field that a `ValidationError` of pydantic names: what must hold, what was given."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    # Members of a union stand behind the names of fields, such as `list[str]`.
+    names = [str(part) for part in first["loc"] if "[" not in str(part) and part not in ("int", "str", "bool", "float")]
+    name, text = f"`{'.'.join(names)}`", first["msg"]
+    if first["type"] == "missing":
+        return f"{name} must be given."
+    for word, replacement in _WORDS.items():
+        text = text.replace(word, replacement)
+    return f"{name} {text}, got {reprlib.repr(first['input'])}."

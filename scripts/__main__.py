@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import metaphrase
-from metaphrase.errors import OF_FIRST_PROCESS, is_mistake
+from metaphrase.errors import OF_FIRST_PROCESS, did_you_mean, is_mistake
 from metaphrase.scripts.parsers import FILES, SUBCOMMANDS, parse
-from metaphrase.storage.hints import did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from metaphrase.analysis.judges import load_judge
 from metaphrase.analysis.scoring import dual_scores
 from metaphrase.data.pairs import PairSource
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, did_you_mean
 from metaphrase.filtering.alignment import MAX_MAP_PAIRS, make_vocabulary_map
 from metaphrase.filtering.rules import RULES, FilterSettings, Pair
 from metaphrase.filtering.run import filter_pairs, format_report, partial_path, sample_pairs
 from metaphrase.inference import Generator
 from metaphrase.scripts.parsers import check_dependents, given_options
 from metaphrase.storage.folders import VOCABULARY_MAP_NAME, file_in_one_step
-from metaphrase.storage.hints import did_you_mean
 from metaphrase.storage.loading import check_model_folder
 from metaphrase.tokenization import TokenizerPair
 

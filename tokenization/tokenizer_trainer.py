@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from metaphrase.errors import MetaphraseError
-from metaphrase.storage.hints import did_you_mean
+from metaphrase.errors import MetaphraseError, did_you_mean
 from metaphrase.tokenization.texts import DEFAULT_JOINER, checked_texts
 
 logger = logging.getLogger(__name__)

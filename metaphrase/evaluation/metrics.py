@@ -18,9 +18,8 @@ from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Score, Signature
 from sacrebleu.significance import _bootstrap_resample
 
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, did_you_mean
 from metaphrase.storage.folders import file_in_one_step
-from metaphrase.storage.hints import did_you_mean
 
 DEFAULT_METRICS = ("bleu", "chrf")
 NUM_BOOTSTRAP_SAMPLES = 1000

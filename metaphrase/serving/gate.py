@@ -15,11 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from metaphrase.errors import MetaphraseError, is_mistake
+from metaphrase.errors import MetaphraseError, explain_error, is_mistake
 from metaphrase.serving.batcher import CancelledRequest
 from metaphrase.serving.models import UnknownModelError
 from metaphrase.serving.service import OverloadError, Service
-from metaphrase.storage.hints import explain_error
 
 logger = logging.getLogger(__name__)
 

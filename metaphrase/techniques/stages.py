@@ -15,11 +15,10 @@ from typing import Any
 
 from metaphrase.choices.completion import read_corpus
 from metaphrase.data.pairs import COLUMN_TYPES, SPLITS, data_seed
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, did_you_mean
 from metaphrase.evaluation.metrics import write_metrics
 from metaphrase.inference import Generator
 from metaphrase.storage.folders import ENSEMBLE_NAME, read_fields, write_json
-from metaphrase.storage.hints import did_you_mean
 from metaphrase.techniques import plain_text
 from metaphrase.tokenization.tokenizer_pair import TARGET_SUBFOLDER
 from metaphrase.training import checkpoints

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, did_you_mean
 from metaphrase.plugins import plugin
 from metaphrase.scripts.parsers import options
 from metaphrase.storage.generation_options import GENERATION_OPTIONS, complete_sampling
-from metaphrase.storage.hints import did_you_mean
 
 # Subcommands that take fields of a recipe as options.
 RECIPE_SUBCOMMANDS = ("train", "tune", "demo")

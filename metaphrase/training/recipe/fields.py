@@ -20,11 +20,10 @@ from transformers import Seq2SeqTrainingArguments
 
 from metaphrase.data.pairs import AUGMENTATIONS, SPLITS
 from metaphrase.data.token_budget import check_beside_budget
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, did_you_mean
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, METRICS
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.generation_options import GENERATION_OPTIONS
-from metaphrase.storage.hints import did_you_mean
 from metaphrase.tokenization import TOKENIZER_KINDS
 from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS
 from metaphrase.tokenization.tokenizer_trainer import SAMPLED_KINDS

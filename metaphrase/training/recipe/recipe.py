@@ -16,10 +16,9 @@ from pydantic import Field, ValidationError
 from transformers import PreTrainedModel, SchedulerType, Seq2SeqTrainingArguments
 
 from metaphrase.data.token_budget import check_beside_budget
-from metaphrase.errors import MetaphraseError
+from metaphrase.errors import MetaphraseError, explain_error
 from metaphrase.modeling import MetaphraseConfig
 from metaphrase.storage.folders import file_in_one_step, read_text
-from metaphrase.storage.hints import explain_error
 from metaphrase.tokenization.texts import TERM_TOKENS
 from metaphrase.training.recipe import fields
 
