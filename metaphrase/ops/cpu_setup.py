@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import timeit
+from collections.abc import Iterator
 
 import torch
 
@@ -66,3 +67,13 @@ def has_fast_bfloat16() -> bool:
     if torch.accelerator.is_available():
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return speed_of_bfloat16() > _FAST
+
+
+def slow_bfloat16_alerts() -> Iterator[str]:
+    """Yield an alert if bfloat16 makes training on this processor slower."""
+    speed = speed_of_bfloat16()
+    if speed < _SLOW:
+        yield (
+            f"`bf16` slows this processor down: it multiplies matrices in bfloat16 at {speed:.2f} of its speed in float32. "
+            "Train with --bf16 false here."
+        )
