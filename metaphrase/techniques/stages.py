@@ -42,9 +42,9 @@ _PAIRS = ("dataset_name", *(f"{split}{kind}" for split in SPLITS for kind in ("_
 _PAIRS += (*(f"{name}_column" for name in COLUMN_TYPES), "num_validation", "num_test", "keep_rare_words")
 _PAIRS += (*(f"max_{split}_samples" for split in SPLITS), *(f"dataset_{split}_split" for split in SPLITS))
 # Fields of the targets by those of the sources.
-_OTHER_SIDE = {"max_source_length": "max_target_length", "source_lang": "target_lang"}
-_OTHER_SIDE |= {"source_language": "target_language", "source_column": "target_column"}
-_OTHER_SIDE |= {target: source for source, target in _OTHER_SIDE.items()}
+_EXCHANGED = {"max_source_length": "max_target_length", "source_lang": "target_lang"}
+_EXCHANGED |= {"source_language": "target_language", "source_column": "target_column"}
+_EXCHANGED |= {target: source for source, target in _EXCHANGED.items()}
 Train = Callable[..., tuple[Experiment, dict]]
 
 
@@ -65,7 +65,7 @@ def run_stages(recipe: Recipe, train: Train, is_dry_run: bool, started: float | 
     join_processes(recipe)
     recipe = choose_stages(recipe)
     check_stages(recipe)
-    run = _Run(recipe, train, time.time() if started is None else started)
+    run = _StagedRun(recipe, train, time.time() if started is None else started)
     is_first_process = make_arguments(recipe).process_index == 0
     if is_first_process:
         run.show()
@@ -118,7 +118,7 @@ def without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
     return {name: value for name, value in fields.items() if name not in names}
 
 
-class _Run:
+class _StagedRun:
     """A run of several stages. `done` has what each finished step has left, by its name."""
 
     def __init__(self, recipe: Recipe, train: Train, started: float):
@@ -209,7 +209,7 @@ class _Run:
             shared |= self._written_pairs(shared, name)
         if name == REVERSE:
             shared = {
-                _OTHER_SIDE.get(field, field): value for field, value in without(shared, ["source_prefix"]).items()
+                _EXCHANGED.get(field, field): value for field, value in without(shared, ["source_prefix"]).items()
             }
         if (start := fields.pop("start", None)) is not None:
             shared = without(shared, _OF_WEIGHTS) | {"model_name_or_path": str(self.work / start)}
