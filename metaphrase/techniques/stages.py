@@ -40,9 +40,9 @@ _OF_RUN = ("stages", "num_seeds", "monolingual_target", "output_dir", "time_budg
 _OF_WEIGHTS = ("preset", "model", *(name for name in OWN_FIELDS if group_of(name) == "tokenizer"))
 _TRAINING_PAIRS = ("train_file", "train_source_file", "train_target_file", "train_text_file", "dataset_name", "tasks")
 _PAIRS = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file", "_target_file"))
-_PAIRS += ("dataset_name", "source_column", "target_column", "weight_column", "num_validation", "num_test")
+_PAIRS += ("dataset_name", "source_column", "target_column", "weight_column", "rejected_column")
 _PAIRS += (
-    "keep_rare_words",
+    *("num_validation", "num_test", "keep_rare_words"),
     *(name.format(split) for split in SPLITS for name in ("max_{}_samples", "dataset_{}_split")),
 )
 # Fields of the targets by those of the sources.
