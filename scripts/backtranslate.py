@@ -1,16 +1,19 @@
 """`metaphrase backtranslate MODEL` and `metaphrase distill TEACHER ...`: write pairs with a synthetic side."""
 
 import argparse
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from metaphrase.data.pairs import READERS, PairProblem, PairSource
+from metaphrase.data.pairs import READERS, SIDES, PairProblem, PairSource
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.run import pair_formatter
 from metaphrase.inference import expected_utilities
 from metaphrase.inference.generator import ScoredText
 from metaphrase.scripts.generate import prepare, write_targets
 from metaphrase.scripts.parsers import check_dependents, given_options
+
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -31,10 +34,11 @@ def distill(arguments: argparse.Namespace) -> None:
     """Run `metaphrase distill TEACHER ...`: write pairs of a source and the target of the teachers."""
     arguments.model, *more = arguments.teachers
     arguments.ensemble = more or None
-    check_dependents(arguments, target="input")
+    check_dependents(arguments, target="input", preferences="select")
     inputs = {"input": arguments.input} | given_options(arguments, ("target",))
     options = {"num_return_sequences": 1} | prepare(arguments, inputs)
-    format_pair, pairs, select = pair_formatter(arguments.output), chosen_pairs(arguments), arguments.select
+    names, num_equal = ("prompt", "chosen", "rejected") if arguments.preferences else SIDES, 0
+    format_pair, pairs, select = pair_formatter(arguments.output, names), chosen_pairs(arguments), arguments.select
     if select is not None and (pairs is None or options["num_return_sequences"] < 2):
         raise MetaphraseError(
             "`select` must come with pairs as input and `num_return_sequences` above 1, "
@@ -42,8 +46,13 @@ def distill(arguments: argparse.Namespace) -> None:
         )
 
     def format_pairs(index: int, record: tuple[str, ...], candidates: Sequence[ScoredText]) -> str:
+        nonlocal num_equal
         if select is not None:
-            candidates = [nearest(candidates, record[1], select)]
+            candidates = best_and_worst(candidates, record[1], select)
+        if arguments.preferences:
+            num_equal += len(candidates) < 2
+            return format_pair(record[0], *(item.text for item in candidates)) if len(candidates) == 2 else ""
+        candidates = candidates[:1] if select is not None else candidates
         return "".join(format_pair(record[0], candidate.text) for candidate in candidates)
 
     written: dict[str, Any] = {"num_targets": None if select is None else 1}
@@ -51,15 +60,17 @@ def distill(arguments: argparse.Namespace) -> None:
         # The lines of a file of pairs are no count: it may have a header, or hold all pairs in one line.
         written |= {"records": read_pairs(pairs), "total": sum(1 for _ in pairs.records())}
     write_targets(arguments, options, format_pairs, **written)
+    if num_equal:
+        logger.info("%d sources are left out, because all their candidates have equal scores.", num_equal)
 
 
-def nearest(candidates: Sequence[ScoredText], reference: str, metric: str) -> ScoredText:
-    """Return the candidate with the highest score against a reference, and of equal ones the first.
+def best_and_worst(candidates: Sequence[ScoredText], reference: str, metric: str) -> list[ScoredText]:
+    """Return the candidates with the highest and the lowest score against a reference, the first ones; one if all are equal.
 
     Source: Kim and Rush 2016, arXiv 1606.07947, section 3.3 (sequence-level interpolation).
     """
     scores = expected_utilities([candidate.text for candidate in candidates], {reference: 1.0}, metric)
-    return candidates[scores.index(max(scores))]
+    return [candidates[index] for index in dict.fromkeys(map(scores.index, (max(scores), min(scores))))]
 
 
 def chosen_pairs(arguments: argparse.Namespace) -> PairSource | None:

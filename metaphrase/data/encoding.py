@@ -130,11 +130,11 @@ class PairEncoder:
         return columns
 
 
-def _join_targets(columns: dict[str, list[Any]], others: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return the columns of pairs, with the labels of other targets of the same sources behind -100. Both must be kept."""
-    joined: dict[str, list[Any]] = {name: [*map(max, columns[name], others[name])] for name in columns}
+def _join_targets(columns: dict[str, list[Any]], rejected: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the columns of pairs, with the labels of rejected targets of the same sources behind -100. Both must be kept."""
+    joined: dict[str, list[Any]] = {name: [*map(max, columns[name], rejected[name])] for name in columns}
     joined["labels"] = [
-        [*row, IGNORED_LABEL, *other] for row, other in zip(columns["labels"], others["labels"], strict=True)
+        [*row, IGNORED_LABEL, *other] for row, other in zip(columns["labels"], rejected["labels"], strict=True)
     ]
     return joined | {"target_length": [*map(len, joined["labels"])]}
 
@@ -161,8 +161,8 @@ def encode_pairs(
     report.other_splits += report.kept - len(dataset)
     keys = (encoder.limits, encoder.frames, encoder.too_long, encoder.empty, keep_text, CACHE_VERSION)
     read = [name for name in COLUMN_TYPES if name in dataset.column_names]
-    kept = read if keep_text else [name for name in read[2:] if name == WEIGHT_COLUMN]
-    types = {name: datasets.Value(COLUMN_TYPES[name]) for name in kept}
+    names = read if keep_text else [name for name in read[2:] if name == WEIGHT_COLUMN]
+    types = {name: datasets.Value(COLUMN_TYPES[name]) for name in names}
     features = datasets.Features({**types, **FEATURES})
 
     def encode(*inputs: list[Any]) -> pa.Table:
