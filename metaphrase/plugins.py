@@ -47,6 +47,8 @@ PLACES: dict[str, str] = {
     "stages": "metaphrase.techniques.stages:run_stages",
     # Candidates with rewards in place of the pairs of a batch.
     "reward": "metaphrase.techniques.rewards:RewardTraining",
+    # Chosen and rejected targets with their weights in the place of pairs.
+    "preferences": "metaphrase.techniques.preferences:PreferenceTraining",
     # Parts of a model that are not trained, for a while or at all, and an adapter that is trained in their place.
     "freeze": "metaphrase.techniques.partial_training:freeze",
     "frozen_start": "metaphrase.techniques.partial_training:FrozenStart",

@@ -2,17 +2,20 @@
 
 import argparse
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from metaphrase.analysis.judges import Judge, load_judge
-from metaphrase.data.pairs import READERS, PairProblem, PairSource
+from metaphrase.data.pairs import READERS, SIDES, PairProblem, PairSource
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.run import pair_formatter
 from metaphrase.inference import expected_utilities
 from metaphrase.inference.generator import ScoredText
 from metaphrase.scripts.generate import prepare, write_targets
 from metaphrase.scripts.parsers import check_dependents, given_options
+
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -33,10 +36,11 @@ def distill(arguments: argparse.Namespace) -> None:
     """Run `metaphrase distill TEACHER ...`: write pairs of a source and the target of the teachers."""
     arguments.model, *more = arguments.teachers
     arguments.ensemble = more or None
-    check_dependents(arguments, target="input")
+    check_dependents(arguments, target="input", preferences="metric" if arguments.metric else "select")
     inputs = {"input": arguments.input} | given_options(arguments, ("target",))
     options = {"num_return_sequences": 1} | prepare(arguments, inputs)
-    format_pair, pairs, select = pair_formatter(arguments.output), chosen_pairs(arguments), arguments.select
+    names, num_equal = ("prompt", "chosen", "rejected") if arguments.preferences else SIDES, 0
+    format_pair, pairs, select = pair_formatter(arguments.output, names), chosen_pairs(arguments), arguments.select
     lacks_pairs = select is not None and pairs is None
     if (select or arguments.metric) and (lacks_pairs or options["num_return_sequences"] < 2):
         raise MetaphraseError(
@@ -46,16 +50,23 @@ def distill(arguments: argparse.Namespace) -> None:
         )
 
     def format_pairs(index: int, record: tuple[str, ...], candidates: Sequence[ScoredText]) -> str:
+        nonlocal num_equal
+        if arguments.preferences:
+            num_equal += len(candidates) < 2
+            return format_pair(record[0], *(item.text for item in candidates)) if len(candidates) == 2 else ""
         return "".join(format_pair(record[0], candidate.text) for candidate in candidates)
 
     written: dict[str, Any] = {}
     if select or arguments.metric:
         judge = nearness(select) if select else load_judge(arguments.metric, False, device=arguments.device)
-        written = {"num_targets": 1, "choose": lambda rows: choose_best(rows, judge, arguments.chunk_size)}
+        size, with_worst = arguments.chunk_size, arguments.preferences
+        written = {"num_targets": 1, "choose": lambda rows: choose(rows, judge, size, with_worst)}
     if pairs is not None:
         # The lines of a file of pairs are no count: it may have a header, or hold all pairs in one line.
         written |= {"records": read_pairs(pairs), "total": sum(1 for _ in pairs.records())}
     write_targets(arguments, options, format_pairs, **written)
+    if num_equal:
+        logger.info("%d sources are left out, because all their candidates have equal scores.", num_equal)
 
 
 def nearness(metric: str) -> Judge:
@@ -71,13 +82,18 @@ def nearness(metric: str) -> Judge:
     return Judge(metric, score, False)
 
 
-def choose_best(rows: Iterator[tuple], judge: Judge, chunk_size: int) -> Iterator[tuple]:
-    """Yield the best candidate of each source, and of equal ones the first. The judge scores a chunk in one call."""
+def choose(rows: Iterator[tuple], judge: Judge, chunk_size: int, with_worst: bool = False) -> Iterator[tuple]:
+    """Yield the best candidate of each source, and also the worst: of equal ones the first, and one if all are equal.
+
+    The judge scores a chunk in one call.
+    """
     while chunk := list(itertools.islice(rows, chunk_size)):
         texts = [(record[0], item.text, *record[1:]) for candidates, record in chunk for item in candidates]
-        values = iter(judge.utilities(*zip(*texts, strict=True)))
+        values = iter(judge.utilities(*zip(*texts, strict=True)).tolist())
         for candidates, record in chunk:
-            yield [max(candidates, key=lambda _: next(values))], record
+            scores = list(itertools.islice(values, len(candidates)))
+            ends = (max(scores), min(scores)) if with_worst else (max(scores),)
+            yield [candidates[index] for index in dict.fromkeys(map(scores.index, ends))], record
 
 
 def chosen_pairs(arguments: argparse.Namespace) -> PairSource | None:

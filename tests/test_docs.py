@@ -91,6 +91,7 @@ def template(tmp_path_factory):
     texts |= dict.fromkeys(("dev.nbest", "test.nbest"), "0 ||| a ||| -1\n0 ||| b ||| -2\n1 ||| c ||| -1\n")
     texts |= {"my_scores.py": next(code for code in CODE if "def brackets" in code)}
     texts |= {f"mono.{side}": "eine Katze schläft\n" * 256 for side in ("de", "es")}
+    texts |= {"preferences.jsonl": '{"prompt": "the cat", "chosen": "die Katze", "rejected": "der Hund"}\n'}
     texts |= {"input.txt": "the cat sleeps\na dog\n"}
     texts |= {
         "page.html": "<p>the <b>cat</b></p>\n<p>a dog</p>\n",

@@ -135,7 +135,7 @@ def _from_first_process(recipe: Recipe, choose: Callable[[], Recipe]) -> Recipe:
 
 def _may_stream(recipe: Recipe) -> bool:
     """True if no given field needs epochs, batches that are counted in pairs, or more held-out pairs than half of a sample."""
-    is_open = recipe.is_open("streaming", "num_train_epochs", "per_device_train_batch_size")
+    is_open = recipe.is_open("streaming", "num_train_epochs", "per_device_train_batch_size", "rejected_column")
     is_open = is_open and 2 * (recipe.num_validation + recipe.num_test) < corpora.SAMPLED_PAIRS
     return is_open and "epoch" not in (recipe.eval_strategy, recipe.save_strategy, recipe.logging_strategy)
 
@@ -250,6 +250,7 @@ def free_memory() -> int:
 
 # Names of a source and its target.
 PAIRS = (("source", "target"), ("src", "tgt"), ("input", "output"), ("question", "answer"), ("article", "highlights"))
+PAIRS += (("prompt", "chosen"),)
 PAIRS += tuple((source, "summary") for source in ("text", "document", "article", "dialogue"))
 _VALIDATION_NAMES = ("validation", "valid", "dev", "val")
 _VALIDATION = ("dataset_validation_split", "num_validation")

@@ -13,8 +13,9 @@ import pyarrow as pa
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from metaphrase.data.pairs import COLUMN_TYPES, LENGTH_COLUMNS, SIDES, WEIGHT_COLUMN, DataReport
+from metaphrase.data.pairs import COLUMN_TYPES, LENGTH_COLUMNS, REJECTED_COLUMN, SIDES, WEIGHT_COLUMN, DataReport
 from metaphrase.errors import MetaphraseError
+from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TokenizerPair, shorten
 from metaphrase.tokenization.tokenizer_pair import WordEncoder
 
@@ -128,6 +129,15 @@ class PairEncoder:
         return columns
 
 
+def _join_targets(columns: dict[str, list[Any]], rejected: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the columns of pairs, with the labels of rejected targets of the same sources behind -100. Both must be kept."""
+    joined: dict[str, list[Any]] = {name: [*map(max, columns[name], rejected[name])] for name in columns}
+    joined["labels"] = [
+        [*row, IGNORED_LABEL, *other] for row, other in zip(columns["labels"], rejected["labels"], strict=True)
+    ]
+    return joined | {"target_length": [*map(len, joined["labels"])]}
+
+
 def encode_pairs(
     dataset: datasets.Dataset,
     tokenizers: TokenizerPair,
@@ -143,18 +153,22 @@ def encode_pairs(
 
     Returns:
         The columns `input_ids`, `labels`, `source_length` and `target_length` (in tokens), and `weight` if there is one, in
-        the order of the pairs, and the report.
+        the order of the pairs, and the report. The labels are those of the target, and behind -100 those of a rejected one.
     """
     encoder = PairEncoder(tokenizers, **rules)
     report = DataReport(read=len(dataset)) if report is None else copy.copy(report)
     report.other_splits += report.kept - len(dataset)
     keys = (encoder.limits, encoder.frames, encoder.too_long, encoder.empty, keep_text, CACHE_VERSION)
     read = [name for name in COLUMN_TYPES if name in dataset.column_names]
-    types = {name: datasets.Value(COLUMN_TYPES[name]) for name in (read if keep_text else read[2:])}
+    names = read if keep_text else [name for name in read[2:] if name == WEIGHT_COLUMN]
+    types = {name: datasets.Value(COLUMN_TYPES[name]) for name in names}
     features = datasets.Features({**types, **FEATURES})
 
     def encode(*inputs: list[Any]) -> pa.Table:
-        columns = {**dict(zip(read, inputs, strict=False)), **encoder(inputs[0], inputs[1], inputs[-1])}
+        encoded = encoder(inputs[0], inputs[1], inputs[-1])
+        if read[-1] == REJECTED_COLUMN:
+            encoded = _join_targets(encoded, encoder(inputs[0], inputs[2], inputs[-1]))
+        columns = {**dict(zip(read, inputs, strict=False)), **encoded}
         # A dictionary would be searched for the types of its values.
         return pa.table({name: columns[name] for name in features}, features.arrow_schema)
 

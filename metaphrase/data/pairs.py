@@ -29,7 +29,14 @@ from metaphrase.tokenization.texts import MAX_LINE_CHARACTERS, count_lines, join
 
 logger = logging.getLogger(__name__)
 
-Column = str | int | Sequence[int] | None
+
+class Rejected(NamedTuple):
+    """Column of rejected targets. It stands in the place of the column of weights."""
+
+    column: str | int
+
+
+Column = str | int | Sequence[int] | Rejected | None
 Columns = tuple[Column, ...]
 # First byte of a part of a file, and the one behind it.
 Span = tuple[int, int]
@@ -37,8 +44,10 @@ WHOLE = (0, sys.maxsize)
 SIDES = ("source", "target")
 # Factor of a pair in the loss of training, at least 0.
 WEIGHT_COLUMN = "weight"
-_FIELDS = "`source_column`, `target_column` and, if given, `weight_column`"
-COLUMN_TYPES = {"source": "string", "target": "string", WEIGHT_COLUMN: "float64"}
+# A worse target for the source of a pair.
+REJECTED_COLUMN = "rejected"
+_FIELDS = "`source_column`, `target_column` and, if given, `weight_column` or `rejected_column`"
+COLUMN_TYPES = {"source": "string", "target": "string", WEIGHT_COLUMN: "float64", REJECTED_COLUMN: "string"}
 
 
 class PairProblem(NamedTuple):
@@ -48,7 +57,7 @@ class PairProblem(NamedTuple):
     message: str
 
 
-# Source, target and, if there is a column of weights, a weight.
+# Source, target and, if there is a column of them, a weight or a rejected target.
 Record = tuple[Any, ...] | PairProblem
 
 # Readers of files. Those of pandas and pyarrow would read broken rows as nulls, or refuse a whole file without naming a line.
@@ -83,7 +92,7 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span
     first = next(read_lines(path, limit), None)
     fields, names, width = first.text.split("\t") if first else [], column_names(columns), 2
     has_header = all(name in fields for name in names)
-    sides: list[Any] = [number if name is None else name for number, name in enumerate(columns)]
+    sides: list[Any] = [number if columns[number] is None else name for number, name in enumerate(names)]
     if has_header:
         check_columns(path, names, fields)
         sides, width = [*map(fields.index, names)], len(fields)
@@ -108,7 +117,10 @@ def read_tsv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, span
             yield PairProblem("malformed", message)
         else:
             pair = source(fields), target(fields)
-            yield _add_weight(pair, fields[sides[2]], f"{path}, line {line.number}") if len(sides) > 2 else pair
+            if len(sides) > 2 and isinstance(columns[2], Rejected):
+                yield *pair, fields[sides[2]]
+            else:
+                yield _add_weight(pair, fields[sides[2]], f"{path}, line {line.number}") if len(sides) > 2 else pair
 
 
 def _column_reader(column: int | tuple[int, ...]) -> Callable[[list[str]], str]:
@@ -143,7 +155,7 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
                 yield PairProblem("malformed", message)
             else:
                 record = dict(zip(header, row, strict=True))
-                yield _from_mapping(record, names, f"{path}, line {reader.line_num}", limit)
+                yield _from_mapping(record, columns, names, f"{path}, line {reader.line_num}", limit)
     except csv.Error as error:
         raise MetaphraseError(
             f"{path} must be quoted as RFC 4180 says, with texts of at most `max_line_characters` {limit}, got in line "
@@ -153,7 +165,8 @@ def read_csv(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS) -> I
 
 def column_names(columns: Columns) -> list[Any]:
     """Return the names of columns, with defaults. Numbers, which only a .tsv file may have, stay numbers."""
-    return [default if name is None else name for name, default in zip(columns, COLUMN_TYPES, strict=False)]
+    names = [default if name is None else name for name, default in zip(columns, COLUMN_TYPES, strict=False)]
+    return [name.column if isinstance(name, Rejected) else name for name in names]
 
 
 def check_columns(where: str, names: list[str], present: list[str]) -> None:
@@ -178,7 +191,7 @@ def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, spa
             except ValueError as error:
                 raise MetaphraseError(f"{path} must be a JSON array of objects, got: {error}") from error
             for number, record in enumerate(records, start=1):
-                yield _from_mapping(record, names, f"{path}, record {number}", limit)
+                yield _from_mapping(record, columns, names, f"{path}, record {number}", limit)
             return
     for line in read_lines(path, limit, span=span):
         if line.problem:
@@ -190,16 +203,17 @@ def read_json(path: str, columns: Columns, limit: int = MAX_LINE_CHARACTERS, spa
                 message = f"{path} must hold one JSON object per line, got in line {line.number}: {error}"
                 yield PairProblem("malformed", message)
             else:
-                yield _from_mapping(record, names, f"{path}, line {line.number}", limit)
+                yield _from_mapping(record, columns, names, f"{path}, line {line.number}", limit)
 
 
-def _from_mapping(record: Any, names: list[str], where: str, limit: int) -> Record:
+def _from_mapping(record: Any, columns: Columns, names: list[str], where: str, limit: int) -> Record:
     """Return the pair of a row: its columns, or those of a mapping `translation` in it."""
     if not isinstance(record, dict):
         return PairProblem("malformed", f"{where} must be a JSON object, got {type(record).__name__}.")
     nested = record.get("translation")
     row = nested if isinstance(nested, dict) and not all(name in record for name in names[:2]) else record
-    for name in names[:2]:
+    texts = names if isinstance(columns[-1], Rejected) else names[:2]
+    for name in texts:
         value = row.get(name)
         if not isinstance(value, str):
             actual = f"type {type(value).__name__}."
@@ -213,11 +227,11 @@ def _from_mapping(record: Any, names: list[str], where: str, limit: int) -> Reco
         if len(value) > limit:
             message = f"{where} must hold texts of at most {limit} characters, got more."
             return PairProblem("line_too_long", f"{message} Set `max_line_characters` higher to read it.")
-    pair = row[names[0]], row[names[1]]
-    return _add_weight(pair, record.get(names[2]), where) if len(names) > 2 else pair
+    pair = tuple(row[name] for name in texts)
+    return _add_weight(pair, record.get(names[2]), where) if len(names) > len(texts) else pair
 
 
-def _add_weight(pair: tuple[str, str], value: Any, where: str) -> Record:
+def _add_weight(pair: tuple[str, ...], value: Any, where: str) -> Record:
     try:
         weight = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -246,7 +260,7 @@ def read_arrow(
     names, row = column_names(columns), 0
     for table in tables:
         for record in table.select(_select_columns(names, where, table.schema.names)).to_pylist():
-            yield _from_mapping(record, names, f"{where}, row {row}", limit)
+            yield _from_mapping(record, columns, names, f"{where}, row {row}", limit)
             row += 1
 
 
@@ -355,6 +369,7 @@ class PairSource:
         source_column: Name of the source column, by default `source`. In a `.tsv` file without a header, its number from
             0, or the numbers of a text and its features; by default the first of two columns.
         weight_column: Name or number of a column with the weight of each pair; None for no weights.
+        rejected_column: Name or number of a column with a worse target for each source, without a `weight_column`.
         source_prefix: Text before each source that is not empty, such as `summarize: `.
         max_samples: Number of good pairs to take from the beginning.
         invalid_utf8: "error", or "skip" to drop and count pairs that are not UTF-8. In a Parquet file it is always an error.
@@ -372,6 +387,7 @@ class PairSource:
     source_column: Column = None
     target_column: Column = None
     weight_column: str | int | None = None
+    rejected_column: str | int | None = None
     source_prefix: str | None = None
     max_samples: int | None = None
     invalid_utf8: Policy = "error"
@@ -396,8 +412,15 @@ class PairSource:
 
     @property
     def columns(self) -> Columns:
-        columns = (self.source_column, self.target_column, self.weight_column)[: 2 + (self.weight_column is not None)]
+        third = self.weight_column if self.rejected_column is None else Rejected(self.rejected_column)
+        columns = (self.source_column, self.target_column, third)[: 2 + (third is not None)]
         return tuple(tuple(column) if isinstance(column, list) else column for column in columns)
+
+    @property
+    def column_types(self) -> dict[str, str]:
+        """Types of the columns that are read, by their names in a data set."""
+        third = WEIGHT_COLUMN if self.rejected_column is None else REJECTED_COLUMN
+        return {name: COLUMN_TYPES[name] for name in (*SIDES, third)[: len(self.columns)]}
 
     @property
     def name(self) -> str:
@@ -440,7 +463,7 @@ class PairSource:
         return reader(path, self.columns, limit, *(() if block is None else spans))
 
     def rows(self, block: int | None = None, streaming: bool = False) -> Iterator[tuple[Any, ...]]:
-        """Yield source with prefix, target, weight if there is one, and problem of each record, empty for a good pair.
+        """Yield source with prefix, target, weight or rejected target, and problem of each record, empty for a good pair.
 
         A bad pair that is not skipped is a `MetaphraseError`.
         """
@@ -452,7 +475,7 @@ class PairSource:
                     # A block knows no lines before it.
                     where = f" Lines are counted from byte {' and '.join(map(str, start))}." if block else ""
                     raise MetaphraseError(record.message + where + hint)
-                yield *("", "", 0.0)[: len(self.columns)], record.kind
+                yield *("" if kind == "string" else 0.0 for kind in self.column_types.values()), record.kind
             elif self.source_prefix and record[0].strip():
                 yield self.source_prefix + record[0], *record[1:], ""
             else:
@@ -508,14 +531,14 @@ def _as_dataset(pairs: list[tuple[Any, ...]]) -> datasets.Dataset:
 def load_pairs(*, report: DataReport | None = None, **fields: Any) -> datasets.Dataset:
     """Read the pairs of one split by the fields of `PairSource`, as in `load_pairs(file="pairs.tsv")`.
 
-    The columns are `source` and `target`, and `weight` if there is a `weight_column`. The counts are added to the report. A
-    changed file is read again.
+    The columns are `source` and `target`, and `weight` or `rejected` if the fields name a column of them. The counts are added
+    to the report. A changed file is read again.
     """
     source, report = PairSource(**fields), DataReport() if report is None else report
     # All pairs are cached, so that another number of samples needs no new reading.
     key = [repr(replace(source, max_samples=None)), CACHE_VERSION]
     key += [] if source.paths else [source.load_dataset()._fingerprint]
-    types = dict(list(COLUMN_TYPES.items())[: len(source.columns)]) | {"problem": "string"}
+    types = source.column_types | {"problem": "string"}
     features = datasets.Features({name: datasets.Value(kind) for name, kind in types.items()})
     pairs = read_cached(source.rows, features, key, source.paths)
     problems = pairs.with_format("numpy")["problem"][:]

@@ -68,13 +68,13 @@ def tsv_line(*texts: str) -> str:
     return "\t".join(text.translate(_TSV_BREAKS) for text in texts) + "\n"
 
 
-def pair_formatter(output: str | None) -> Callable[[str, str], str]:
-    """Return the function that formats a pair for a file, .tsv or .jsonl; `None` is standard output, which takes tabs."""
+def pair_formatter(output: str | None, names: Sequence[str] = SIDES) -> Callable[..., str]:
+    """Return the function that formats texts for a file, .tsv or .jsonl; `None` is standard output, which takes tabs."""
     if output is not None and not output.endswith((".tsv", ".jsonl")):
         raise MetaphraseError(f"`output` must end in .tsv or .jsonl, got {output!r}.")
     if output is None or output.endswith(".tsv"):
         return tsv_line
-    return lambda *pair: json.dumps(dict(zip(SIDES, pair, strict=True)), ensure_ascii=False) + "\n"
+    return lambda *texts: json.dumps(dict(zip(names, texts, strict=True)), ensure_ascii=False) + "\n"
 
 
 class PairFilter:

@@ -104,8 +104,11 @@ def pack(
     return batch
 
 
-def unpack(batch: Mapping[str, Any]) -> list[tuple[list[int], Ids]]:
-    """Return the token ids of the pairs of a padded or packed batch, the longest sources first."""
+def rows_of(batch: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Return the source ids and the labels of the pairs of a padded or packed batch, the longest sources first.
+
+    Labels may be padded with -100. Fillers of a batch, which have no labels, are left out.
+    """
     ids, labels = batch["input_ids"], batch["labels"]
     if "source_lengths" in batch:
         sources = ids[0].split(batch["source_lengths"].tolist())
@@ -113,9 +116,14 @@ def unpack(batch: Mapping[str, Any]) -> list[tuple[list[int], Ids]]:
     else:
         sources, targets = [row[mask > 0] for row, mask in zip(ids, batch["attention_mask"], strict=True)], labels
     pairs = zip(sources, targets, strict=True)
-    rows = [(source.tolist(), tuple(target[target != IGNORED_LABEL].tolist())) for source, target in pairs]
-    # Fillers of a batch have no labels.
-    return sorted((row for row in rows if row[1]), key=lambda row: -len(row[0]))
+    rows = [(source.tolist(), target.tolist()) for source, target in pairs if (target != IGNORED_LABEL).any()]
+    return sorted(rows, key=lambda row: -len(row[0]))
+
+
+def unpack(batch: Mapping[str, Any]) -> list[tuple[list[int], Ids]]:
+    """Return the token ids of the pairs of a padded or packed batch, the longest sources first."""
+    rows = rows_of(batch)
+    return [(source, tuple(label for label in labels if label != IGNORED_LABEL)) for source, labels in rows]
 
 
 def target_log_probs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -157,8 +157,11 @@ class PairCorpus:
             "too_long": recipe.too_long if is_train else "truncate",
             "empty": recipe.empty if is_train or recipe.empty == "error" else "keep",
         }
+        texts = self.splits[split]
+        if not is_train and pairs.REJECTED_COLUMN in texts.column_names:
+            texts = texts.remove_columns(pairs.REJECTED_COLUMN)
         encoded, report = encode_pairs(
-            self.splits[split],
+            texts,
             tokenizers,
             keep_text=not is_train or recipe.is_augmented,
             report=self.reports.get(split),

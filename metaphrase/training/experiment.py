@@ -304,7 +304,7 @@ def make_trainer(
         callbacks.append(needed_plugin("frozen_start", "freeze_steps")(recipe.freeze, recipe.freeze_steps))
     if (make_alerts := plugin("training_alerts")) is not None:
         callbacks.append(make_alerts(scores.metrics))
-    if (reward := make_reward(recipe, data.tokenizers)) is not None:
+    if (reward := make_reward(recipe, data)) is not None:
         callbacks.append(reward)
     trainer = MetaphraseTrainer(
         model=model,
@@ -331,9 +331,11 @@ def make_trainer(
     return trainer
 
 
-def make_reward(recipe: Recipe, tokenizers: TokenizerPair) -> Any:
-    """Return the function that replaces batches of pairs in training by a reward, a callback, too; None without a reward."""
-    return None if recipe.reward is None else needed_plugin("reward", "reward")(recipe, tokenizers)
+def make_reward(recipe: Recipe, data: model_setup.Data) -> Any:
+    """Return the function that replaces batches of pairs in training, a callback, too; None without reward or preferences."""
+    if recipe.rejected_column is not None:
+        return needed_plugin("preferences", "rejected_column")(recipe, data.encoded["train"])
+    return None if recipe.reward is None else needed_plugin("reward", "reward")(recipe, data.tokenizers)
 
 
 def save_final(trainer: MetaphraseTrainer, tokenizers: TokenizerPair, run: Path) -> PreTrainedModel:

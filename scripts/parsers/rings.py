@@ -119,6 +119,8 @@ def distill(parser: argparse.ArgumentParser) -> None:
         "--select", choices=("bleu", "chrf"), help="write the target nearest to the reference [write all]"
     )
     options.add_judge(group, "write the target with the best score")
+    text = "also write the target with the worst score, as prompt, chosen and rejected"
+    add("--preferences", action="store_true", help=text)
     options.add_loaded_model(parser, "teachers", nargs="+")
     options.add_shared(options.add_batches(parser), "split_sentences", *options.COLUMNS)
     options.add_generation(parser)

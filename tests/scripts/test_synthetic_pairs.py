@@ -103,8 +103,30 @@ def test_a_file_of_pairs_is_read_to_its_end(cli_model, folder):
 def test_of_equally_near_candidates_the_first_is_selected():
     candidates = [ScoredText(text, None) for text in ("a dog", "the cat", "the  cat")]
     rows = iter([(candidates, ("", "the cat")), (candidates, ("", "zzz"))])
-    best = [row[0][0] for row in backtranslate.choose_best(rows, backtranslate.nearness("chrf"), 9)]
-    assert best[0] is candidates[1] and best[1] is candidates[0]
+    chosen = [row[0] for row in backtranslate.choose(rows, backtranslate.nearness("chrf"), 9, with_worst=True)]
+    assert chosen == [[candidates[1], candidates[0]], candidates[:1]]
+
+
+def test_best_and_worst_candidates_are_preferences(cli_model, folder, caplog):
+    generator = tiny_generator(kind="byte")
+    n_best = generator.generate_n_best(SOURCES, num_beams=4, num_return_sequences=4)
+    # The last reference is as far from all candidates.
+    references = [as_field(row[2].text) for row in n_best[:-1]] + ["\N{SNOWMAN}"]
+    (folder / "train.de").write_text("".join(f"{line}\n" for line in references), encoding="utf-8")
+    words = [cli_model, *CPU, "--num_beams", "4", "--num_return_sequences", "4", "--select", "chrf", "--preferences"]
+    words += ["--input", "train.en", "--target", "train.de", "--output"]
+    caplog.set_level("INFO")
+    for name, columns in (("out.jsonl", ("prompt", "chosen", "rejected")), ("out.tsv", (0, 1, 2))):
+        execute("distill", [*words, name])
+        fields = dict(zip(("source_column", "target_column", "rejected_column"), columns, strict=True))
+        rows = list(PairSource(file=name, **fields).records())
+        assert [row[0] for row in rows] == SOURCES[:-1]
+        for (_, chosen, rejected), candidates, reference in zip(rows, n_best, references, strict=False):
+            scores = [sentence_chrf(item.text, [reference]).score for item in candidates]
+            ends = [as_field(candidates[scores.index(end(scores))].text) for end in (max, min)]
+            assert [as_field(chosen), as_field(rejected)] == ends
+    message = "1 sources are left out, because all their candidates have equal scores."
+    assert [record.message for record in caplog.records].count(message) == 2
 
 
 @pytest.mark.parametrize(
@@ -116,6 +138,7 @@ def test_of_equally_near_candidates_the_first_is_selected():
         ("distill", ["--input", "train.en", "--select", "chrf"], "`select` must come with pairs .* got sources alone"),
         ("distill", ["--input", "train.tsv", "--select", "chrf"], "`num_return_sequences` above 1, got 1"),
         ("distill", ["--input", "train.en", "--source_column", "1"], "`source_column` must come with one file of"),
+        ("distill", ["--input", "train.tsv", "--preferences"], "`select` must be given with `preferences`"),
         ("distill", ["--target", "train.de"], "`input` must be given with `target`"),
         ("distill", ["--input", "broken.tsv"], "got 1 in line 2. `metaphrase filter` drops such lines"),
         ("distill", ["--input", "train.tsv", "--output", "train.tsv", "--overwrite"], "another file than `input`"),

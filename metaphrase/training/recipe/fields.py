@@ -77,6 +77,7 @@ class OwnFields(BaseModel):
     source_column: _Column = _data("Column of sources: a name [source], or indices in a .tsv file without header [0].")
     target_column: _Column = _data("Column of targets: a name [target] or indices [1].")
     weight_column: _Index = _data("Column with the factor of each training pair in the loss, at least 0 [none].")
+    rejected_column: _Index = _data("Column of worse targets to learn preferences from, such as rejected [none].")
     source_language: str | None = _data("Language code of the sources, for the model card.")
     target_language: str | None = _data("Language code of the targets, for the model card.")
     source_prefix: str | None = _data("Text before each source, such as `summarize: `.")
@@ -157,7 +158,16 @@ class OwnFields(BaseModel):
     )
     candidates: Literal["sample", "beam"] = _technique("How candidates are generated.", "sample", "reward")
     num_candidates: int = _technique("Candidates of each source.", 8, "reward", ge=2)
-    cross_entropy_share: float = _technique("Share of the references in the loss.", 0.3, "reward", ge=0, lt=1)
+    preference_loss: Literal["dpo", "ipo", "simpo", "cpo"] = _technique(
+        "Loss of chosen and rejected targets: against the first weights (dpo, ipo), or without them.",
+        "cpo",
+        "rejected_column",
+    )
+    preference_beta: float | None = _technique("Its beta [0.1, simpo 2].", None, "rejected_column", gt=0)
+    simpo_gamma: float = _technique("Margin between mean log-probabilities times beta.", 1.0, "rejected_column", ge=0)
+    cross_entropy_share: float = _technique(
+        "Share of the references in the loss [0.3 with a reward, 0.5 in cpo, 0 in other losses].", 0.3, ge=0, lt=1
+    )
     subword_sampling: float | None = _technique("Rate of BPE-dropout in each epoch, such as 0.1.", gt=0, lt=1)
     augmentation: dict[str, _Share] = _technique(
         f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).", {}
@@ -290,10 +300,11 @@ _NEEDS |= {"target_tokenizer_name_or_path": "tokenizer_name_or_path", "lora_rank
 _FILES = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file"))
 _PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_test")
 _OF_EACH_TASK: tuple[str, ...] = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
-_OF_EACH_TASK += ("weight_column", *(f"max_{split}_samples" for split in SPLITS))
+_OF_EACH_TASK += ("weight_column", "rejected_column", *(f"max_{split}_samples" for split in SPLITS))
 _OF_TWO_VOCABULARIES = ("target_tokenizer_kind", "target_vocab_size")
 _OF_NEW_TOKENIZER: tuple[str, ...] = ("tokenizer_kind", "vocab_size", "joint_vocabulary", *_OF_TWO_VOCABULARIES)
 _OF_NEW_TOKENIZER += ("lowercase", "normalization", "min_frequency", "joiner", "num_sentinels")
+_CHANGING = ("streaming", "subword_sampling", "augmentation")
 _EITHER = "its pairs are given or taken out of training"
 # Pairs of one field, when it differs from its default and is not false, and fields that contradict it, with the reason.
 _CONFLICTS = (
@@ -305,11 +316,22 @@ _CONFLICTS = (
     ("lora_rank", ("freeze",), "all but the adapter is frozen"),
     ("num_validation", ("validation_file", "validation_source_file", "dataset_validation_split"), _EITHER),
     ("num_test", ("test_file", "test_source_file", "dataset_test_split"), _EITHER),
-    ("objective", (*_PAIR_SOURCES, "weight_column", *_OF_TWO_VOCABULARIES), "it is learned from plain text"),
+    (
+        "objective",
+        (*_PAIR_SOURCES, "weight_column", "rejected_column", *_OF_TWO_VOCABULARIES),
+        "it is learned from plain text",
+    ),
     ("objective", ("subword_sampling", "augmentation"), "it draws the noise of its pairs"),
     ("tasks", _OF_EACH_TASK, "each task has its own pairs, read as a whole"),
     ("weight_column", ("train_source_file",), "two files of text have no other columns"),
-    ("monolingual_target", ("tasks", "objective", "weight_column"), "a model of plain pairs writes its sources"),
+    ("rejected_column", ("train_source_file", "weight_column"), "rejected targets are the third column of a file"),
+    *((name, ("rejected_column",), "the loss is that of preferences") for name in ("reward", "r_drop_alpha")),
+    *((name, ("rejected_column",), "such pairs are read as a whole, and stay as they are") for name in _CHANGING),
+    (
+        "monolingual_target",
+        ("tasks", "objective", "weight_column", "rejected_column"),
+        "a model of plain pairs writes its sources",
+    ),
     ("num_seeds", ("objective",), "no scores join the models"),
     ("reward", ("r_drop_alpha", "objective"), "candidates of a model take the place of pairs"),
     ("joint_vocabulary", (*_OF_TWO_VOCABULARIES, "target_tokenizer_name_or_path"), "it has one tokenizer"),
@@ -354,6 +376,8 @@ def check_recipe(recipe: Any) -> None:
             require(getattr(recipe, name) in (None, *SAMPLED_KINDS), name, rule)
     is_fair = recipe.candidates == "sample" or recipe.reward_loss == "risk"
     require(is_fair, "candidates", "be sample, unless `reward_loss` is risk")
+    can_smooth = recipe.rejected_column is None or not recipe.label_smoothing_factor
+    require(can_smooth, "label_smoothing_factor", "be 0 with `rejected_column`, whose loss knows no smoothing")
     _check_selection(recipe)
     if has_budget:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)

@@ -147,7 +147,13 @@ class Recipe(fields.AllFields):
             return None
         shared = ("source_column", "target_column", "source_prefix", "invalid_utf8", "malformed", "max_line_characters")
         options |= {name: getattr(self, name) for name in shared}
-        options["weight_column"] = self.weight_column if split == "train" else None
+        if isinstance(self.rejected_column, str):
+            # Names that TRL reads.
+            for side, name in (("source_column", "prompt"), ("target_column", "chosen")):
+                options[side] = name if options[side] is None else options[side]
+        options |= {
+            name: getattr(self, name) if split == "train" else None for name in ("weight_column", "rejected_column")
+        }
         options["line_too_long"] = "skip" if split == "train" and self.too_long != "error" else "error"
         return {**options, "max_samples": getattr(self, f"max_{split}_samples")}
 
