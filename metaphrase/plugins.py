@@ -37,7 +37,7 @@ PLACES: dict[str, str] = {
     "generate_whole_texts": "metaphrase.texts.whole_texts:generate_whole_texts",
     "pivot": "metaphrase.texts.whole_texts:load_pivot",
     # From a tokenizer with two vocabularies, Marian's or FSMT's, to two.
-    "split_tokenizer": "metaphrase.conversion.two_vocabularies:split_tokenizer",
+    "split_tokenizer": "metaphrase.conversion.marian:split_tokenizer",
     # From a model and its tokenizers to its vocabulary map.
     "vocabulary_map": "metaphrase.conversion.vocabulary_map:load_vocabulary_map",
     # The mean of checkpoints as the finished weights.
