@@ -156,13 +156,19 @@ def bart_like(family: str, rng: random.Random, **fields) -> PreTrainedModel:
     """A model of a family that is made like BART, of random dimensions and options."""
     hidden = rng.choice((20, 24, 27, 30, 33, 35, 36))
     divisors = [count for count in range(1, 7) if hidden % count == 0]
-    drawn = {"vocab_size": rng.randint(29, 61), "d_model": hidden, "max_position_embeddings": rng.randint(16, 40)}
-    for stack in ("encoder", "decoder"):
-        drawn |= {f"{stack}_layers": rng.randint(1, 3), f"{stack}_attention_heads": rng.choice(divisors)}
-        drawn |= {f"{stack}_ffn_dim": rng.randint(17, 50)}
-    drawn |= {"activation_function": rng.choice(("relu", "gelu", "silu", "gelu_new", "swish"))}
-    drawn |= {name: rng.random() < 0.5 for name in ("scale_embedding", "tie_word_embeddings")}
-    fields = drawn | {"dropout": 0.1, "attention_dropout": rng.choice((0.0, 0.1))} | fields
+    fields = {
+        "vocab_size": rng.randint(29, 61),
+        "d_model": hidden,
+        **{f"{stack}_layers": rng.randint(1, 3) for stack in ("encoder", "decoder")},
+        **{f"{stack}_attention_heads": rng.choice(divisors) for stack in ("encoder", "decoder")},
+        **{f"{stack}_ffn_dim": rng.randint(17, 50) for stack in ("encoder", "decoder")},
+        "max_position_embeddings": rng.randint(16, 40),
+        "activation_function": rng.choice(("relu", "gelu", "silu", "gelu_new", "swish")),
+        "scale_embedding": rng.random() < 0.5,
+        "tie_word_embeddings": rng.random() < 0.5,
+        "dropout": 0.1,
+        "attention_dropout": rng.choice((0.0, 0.1)),
+    } | fields
     config = AutoConfig.for_model(family, **fields)
     theirs = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
     # FSMT's sinusoids are parameters, which its own training changes.
