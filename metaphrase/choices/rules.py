@@ -646,13 +646,14 @@ def choose_finetuning(
     family = family_of(config)
     rule = RULES.get(family, _BART)
     rate, source = rule.learning_rate(config.hidden_size), f"a {family} of width {config.hidden_size}: {rule.source}"
+    if recipe.reward is not None or recipe.rejected_column is not None:
+        rate, source = float(f"{rate / 10:.2g}"), f"a tenth of that for {source}"
+        recipe = recipe.choose("weights of targets have either sign", label_smoothing_factor=0.0)
     if factor != 1:
         rate, source = float(f"{factor * rate:.2g}"), f"{source}, times {factor:.2g} for {tokens.devices} devices"
     if recipe.lora_rank is not None:
         rate, source = min(_MAX_LORA_RATE, _LORA_FACTOR * rate), f"{source}, and {_LORA_FACTOR} times the rate for LoRA"
     recipe = recipe.choose(source, learning_rate=rate, lr_scheduler_type="cosine", warmup_steps=updates // 10)
-    if recipe.reward is not None or recipe.rejected_column is not None:
-        recipe = recipe.choose("weights of targets have either sign", label_smoothing_factor=0.0)
     regularization = {"label_smoothing_factor": rule.label_smoothing, "weight_decay": rule.weight_decay}
     recipe = recipe.choose(f"usual for {family}", **regularization, adam_beta2=0.999, max_grad_norm=1.0)
     if num_beams > 1 and not recipe.choose_decoding:
