@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer import TRAINER_STATE_NAME
+
 from metaphrase.choices.completion import read_corpus
 from metaphrase.data.pairs import COLUMN_TYPES, SPLITS, data_seed
 from metaphrase.errors import MetaphraseError, did_you_mean
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 # Names of stages that learn from targets to sources, and that write sources for plain text. Others train the model.
 REVERSE, BACKTRANSLATE = "reverse", "backtranslate"
 _STATE_NAME = "state.json"
+# Share of its updates that a reverse model needs to write sources that teach more than they mislead.
+_LEAST_UPDATES = 0.25
 # Fields of the whole run.
 _OF_RUN = ("stages", "num_seeds", "monolingual_target", "output_dir", "time_budget", "resume_from_checkpoint")
 # Fields that come with the weights that a stage begins with.
@@ -169,6 +173,13 @@ class _StagedRun:
             if name in self.done and name != self.last:
                 continue
             logger.info("Stage %d of %d: %s", number, len(self.stages), name)
+            share = self.done[REVERSE].get("updates", 1.0) if name == BACKTRANSLATE else 1.0
+            if share < _LEAST_UPDATES:
+                text = "The time held %.0f %% of the updates of the reverse model. Its sources would mislead, so the model learns from "
+                text += "the pairs alone. Give more time to learn from the text."
+                logger.warning(text, 100 * share)
+                self._once(name, lambda: {"lines": 0})
+                continue
             if name == BACKTRANSLATE:
                 options = without(fields, ["share"])
                 self._once(name, partial(plain_text.write_sources, self.work, name, options, self._seconds(name)))
@@ -180,6 +191,8 @@ class _StagedRun:
                 return experiment, result
             self.done.pop(name, None)
             left = {"seconds": round(time.time() - start), "scores": result.get("scores", {})}
+            state = read_fields(experiment.folder / TRAINER_STATE_NAME) or {"global_step": 1, "max_steps": 1}
+            left["updates"] = state["global_step"] / state["max_steps"]
             self._once(name, lambda left=left: left)
         return experiment, self._join(experiment) if self.seeds else result
 
@@ -233,7 +246,7 @@ class _StagedRun:
         fields: dict[str, Any] = {"data_dir": str(self.work), **{f"{split}_file": f"{split}.jsonl" for split in splits}}
         fields |= {"source_column": "source", "target_column": "target"}
         tokens = data["special_tokens"]
-        if BACKTRANSLATE in self.done and name != REVERSE:
+        if self.done.get(BACKTRANSLATE, {}).get("lines") and name != REVERSE:
             fields["train_file"] = plain_text.MIXTURE_NAME
             is_joint = not (self.work / REVERSE / TARGET_SUBFOLDER).is_dir()
             if is_joint and "lora_rank" not in shared:

@@ -6,7 +6,7 @@ from small_runs import SMALL
 
 from metaphrase.scripts import train
 from metaphrase.storage.folders import members_of
-from metaphrase.techniques import plain_text
+from metaphrase.techniques import plain_text, stages
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe, saved_recipe
@@ -94,6 +94,13 @@ def test_a_run_that_stops_in_any_stage_goes_on(words, tmp_path, monkeypatch):
         run(words, "--monolingual_target", "train.tsv", "--resume_from_checkpoint", "true")
     with pytest.raises(ValueError, match="`output_dir` must not hold a model"):
         run(words, *TEXT)
+
+
+def test_too_little_time_for_the_reverse_model_leaves_the_pairs_alone(words, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(stages, "_LEAST_UPDATES", 1.1)
+    result = run(words, *TEXT)[1]
+    assert "The time held 100 % of the updates of the reverse model" in caplog.text
+    assert result["data"]["num_train"] == 10 and not (tmp_path / "run" / "stages" / "mixture.jsonl").exists()
 
 
 def test_seeds_follow_the_stages_before_them(words, tmp_path):
