@@ -173,11 +173,12 @@ class _StagedRun:
             if name in self.done and name != self.last:
                 continue
             logger.info("Stage %d of %d: %s", number, len(self.stages), name)
-            share = self.done[REVERSE].get("updates", 1.0) if name == BACKTRANSLATE else 1.0
-            if share < _LEAST_UPDATES:
-                text = "The time held %.0f %% of the updates of the reverse model. Its sources would mislead, so the model learns from "
-                text += "the pairs alone. Give more time to learn from the text."
-                logger.warning(text, 100 * share)
+            if name == BACKTRANSLATE and (share := self.done[REVERSE].get("updates", 1.0)) < _LEAST_UPDATES:
+                logger.warning(
+                    "The time held %.0f %% of the updates of the reverse model, whose sources would mislead. So the model "
+                    "learns from the pairs alone. Give more time to learn from the text.",
+                    100 * share,
+                )
                 self._once(name, lambda: {"lines": 0})
                 continue
             if name == BACKTRANSLATE:
