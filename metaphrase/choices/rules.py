@@ -651,8 +651,6 @@ def choose_finetuning(
     if recipe.lora_rank is not None:
         rate, source = min(_MAX_LORA_RATE, _LORA_FACTOR * rate), f"{source}, and {_LORA_FACTOR} times the rate for LoRA"
     recipe = recipe.choose(source, learning_rate=rate, lr_scheduler_type="cosine", warmup_steps=updates // 10)
-    if recipe.reward is not None or recipe.rejected_column is not None:
-        recipe = recipe.choose("weights of targets have either sign", label_smoothing_factor=0.0)
     regularization = {"label_smoothing_factor": rule.label_smoothing, "weight_decay": rule.weight_decay}
     recipe = recipe.choose(f"usual for {family}", **regularization, adam_beta2=0.999, max_grad_norm=1.0)
     if num_beams > 1 and not recipe.choose_decoding:

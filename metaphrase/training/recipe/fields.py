@@ -369,7 +369,8 @@ def check_recipe(recipe: Any) -> None:
                 require(is_number and 0 < value < float("inf"), path, "be a number above 0")
                 continue
             is_data = group_of(name, f"`tasks.{task}`") == "data"
-            require(is_data and name not in ("data_dir", "streaming", "objective"), path, "be a field of data")
+            is_of_run = name in ("data_dir", "streaming", "objective", "rejected_column")
+            require(is_data and not is_of_run, path, "be a field of data")
     if recipe.subword_sampling is not None:
         for name in ("tokenizer_kind", "target_tokenizer_kind"):
             rule = f"be one of {', '.join(SAMPLED_KINDS)} with `subword_sampling`"
