@@ -19,15 +19,7 @@ import torch
 from metaphrase.choices import rules
 from metaphrase.choices.estimate import estimate_recipe, sampled_data
 from metaphrase.data.encoding import PairEncoder
-from metaphrase.data.pairs import (
-    LENGTH_COLUMNS,
-    REJECTED_COLUMN,
-    SIDES,
-    column_texts,
-    data_seed,
-    rows_of_splits,
-    split_pairs,
-)
+from metaphrase.data.pairs import LENGTH_COLUMNS, SIDES, column_texts, data_seed, rows_of_splits, split_pairs
 from metaphrase.data.token_budget import check_beside_budget
 from metaphrase.engines.engine_choice import free_main_memory
 from metaphrase.errors import MetaphraseError
@@ -178,8 +170,8 @@ def _sample_lengths(corpus: PairCorpus, tokenizers: TokenizerPair) -> dict[str, 
         sample = {side: [*sample[side], *(pair[index] for pair in made)] for index, side in enumerate(SIDES)}
     columns = encode(*(sample[side] for side in SIDES), [*range(len(sample["source"]))])
     lengths = {side: columns[name] for side, name in zip(SIDES, LENGTH_COLUMNS, strict=True)}
-    if REJECTED_COLUMN in sample:
-        lengths["target"] = [*lengths["target"], *map(len, tokenizers.encode_targets(sample[REJECTED_COLUMN]))]
+    if "rejected" in sample:
+        lengths["target"] = [*lengths["target"], *map(len, tokenizers.encode_targets(sample["rejected"]))]
     return lengths
 
 

@@ -306,8 +306,7 @@ def _measured_rate(
     # The optimizer of a Trainer by default.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     # The trainer refuses other models beside a reward or preferences.
-    reward = make_reward(recipe, data) if smooths_labels(model) else None
-    replace_batch = reward or (lambda model, batch: batch)
+    replace_batch = (smooths_labels(model) and make_reward(recipe, data)) or (lambda model, batch: batch)
     rates, begin = [], time.perf_counter()
     for number in range(TIMED_STEPS + 1):
         # A corpus with too few batches repeats them.

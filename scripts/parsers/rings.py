@@ -111,8 +111,7 @@ def distill(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", type=file, help="file with one reference in each line, for an input of sources")
     add("--select", choices=("bleu", "chrf"), help="write the target nearest to the reference [write all]")
-    text = "write the targets with the best and the worst score, as prompt, chosen and rejected"
-    add("--preferences", action="store_true", help=text)
+    add("--preferences", action="store_true", help="write the best and the worst: prompt, chosen and rejected")
     options.add_loaded_model(parser, "teachers", nargs="+")
     options.add_shared(options.add_batches(parser), "split_sentences", *options.COLUMNS)
     options.add_generation(parser)
