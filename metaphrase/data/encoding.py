@@ -134,7 +134,7 @@ def _join_targets(columns: dict[str, list[Any]], rejected: dict[str, list[Any]])
     """Return the columns of pairs, with the labels of rejected targets of the same sources behind -100. Both must be kept."""
     joined: dict[str, list[Any]] = {name: [*map(max, columns[name], rejected[name])] for name in columns}
     rows = zip(columns["labels"], rejected["labels"], strict=True)
-    joined["labels"] = [[*labels, IGNORED_LABEL, *others] for labels, others in rows]
+    joined["labels"] = [[*chosen, IGNORED_LABEL, *other] for chosen, other in rows]
     return joined | {"target_length": [*map(len, joined["labels"])]}
 
 
