@@ -72,6 +72,8 @@ def complete(recipe: Recipe, is_dry_run: bool = False, started: float | None = N
     started, before, data = time.time() if started is None else started, recipe, None
     if recipe.resume_from_checkpoint:
         return Experiment(recipe, is_dry_run, started), []
+    if recipe.reward is not None or recipe.rejected_column is not None:
+        recipe = recipe.choose("weights of targets have either sign", label_smoothing_factor=0.0)
     if recipe.tasks or recipe.objective != "pairs":
         recipe = choose_plainly(recipe)
     else:
@@ -166,7 +168,10 @@ def _sample_lengths(corpus: PairCorpus, tokenizers: TokenizerPair) -> dict[str, 
         made = needed_plugin("recombined", "augmentation")(corpus)
         sample = {side: [*sample[side], *(pair[index] for pair in made)] for index, side in enumerate(SIDES)}
     columns = encode(*(sample[side] for side in SIDES), [*range(len(sample["source"]))])
-    return {side: columns[name] for side, name in zip(SIDES, LENGTH_COLUMNS, strict=True)}
+    lengths = {side: columns[name] for side, name in zip(SIDES, LENGTH_COLUMNS, strict=True)}
+    if "rejected" in sample:
+        lengths["target"] = [*lengths["target"], *map(len, tokenizers.encode_targets(sample["rejected"]))]
+    return lengths
 
 
 def _choose_training(recipe: Recipe, data: Data, deadline: float) -> Recipe:

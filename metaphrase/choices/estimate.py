@@ -296,7 +296,8 @@ def _measured_rate(
     model.to(arguments.device).train()
     # The optimizer of a Trainer by default.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
-    replace_batch = make_reward(recipe, data) or (lambda model, batch: batch)
+    # The trainer refuses other models beside a reward or preferences.
+    replace_batch = (smooths_labels(model) and make_reward(recipe, data)) or (lambda model, batch: batch)
     rates, begin = [], time.perf_counter()
     for number in range(TIMED_STEPS + 1):
         # A corpus with too few batches repeats them.

@@ -648,7 +648,6 @@ def choose_finetuning(
     rate, source = rule.learning_rate(config.hidden_size), f"a {family} of width {config.hidden_size}: {rule.source}"
     if recipe.reward is not None or recipe.rejected_column is not None:
         rate, source = float(f"{rate / 10:.2g}"), f"a tenth of that for {source}"
-        recipe = recipe.choose("weights of targets have either sign", label_smoothing_factor=0.0)
     if factor != 1:
         rate, source = float(f"{factor * rate:.2g}"), f"{source}, times {factor:.2g} for {tokens.devices} devices"
     if recipe.lora_rank is not None:

@@ -43,31 +43,6 @@ _LOGGED = ("loss", "rewards/accuracies", "rewards/margins")
 Preference = tuple[list[int], tuple[Ids, Ids]]
 
 
-def preference_losses(
-    log_probs: torch.Tensor,
-    lengths: torch.Tensor,
-    reference: torch.Tensor | float,
-    loss: str,
-    beta: float,
-    gamma: float,
-    share: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each pair, and beta times its margin, `(pairs,)` each.
-
-    Args:
-        log_probs: Log-probabilities of the chosen and the rejected targets, `(pairs, 2)`.
-        lengths: Their tokens, `(pairs, 2)`.
-        reference: Their log-probabilities by the first weights, `(pairs, 2)`; 0 for losses without them.
-        loss: dpo, ipo, simpo or cpo.
-        share: Share of the mean cross-entropy of the chosen target in the loss.
-    """
-    scores = (log_probs - reference) / (lengths if loss in _OF_MEANS else 1)
-    margins = scores[:, 0] - scores[:, 1]
-    losses = -logsigmoid(beta * margins - (gamma if loss == "simpo" else 0.0))
-    losses = (margins - 1 / (2 * beta)) ** 2 if loss == "ipo" else losses
-    return (1 - share) * losses - share * log_probs[:, 0] / lengths[:, 0], beta * margins
-
-
 def preference_of(source: list[int], labels: Sequence[int]) -> Preference:
     """Return a source and its two targets from its labels, in which -100 stands between the targets and fills up a row."""
     parts = groupby(labels, key=lambda label: label != IGNORED_LABEL)
@@ -91,15 +66,29 @@ class PreferenceTraining(TrainerCallback, ExportableState):
 
     def __init__(self, recipe: Recipe, pairs: Iterable[Mapping[str, Any]]):
         """Take a recipe with a `rejected_column`, and its training pairs as `encode_pairs` returns them."""
-        loss, share, beta = recipe.preference_loss, recipe.cross_entropy_share, recipe.preference_beta
-        self.pairs, self.loss, self.gamma = pairs, loss, recipe.simpo_gamma
+        self.pairs, self.loss, self.gamma = pairs, recipe.preference_loss, recipe.simpo_gamma
         self.multiple = TOKENS_MULTIPLE if recipe.bf16 or recipe.fp16 else 1
         # The papers have 0.1 and 2, and CPO has two terms of equal weight.
-        self.beta = (2.0 if loss == "simpo" else 0.1) if beta is None else beta
-        self.share = (0.5 if loss == "cpo" else 0.0) if recipe.is_open("cross_entropy_share") else share
+        self.beta = recipe.preference_beta or (2.0 if self.loss == "simpo" else 0.1)
+        usual = 0.5 if self.loss == "cpo" else 0.0
+        self.share = usual if recipe.is_open("cross_entropy_share") else recipe.cross_entropy_share
         self.reference: dict[int, Sequence[float]] | None = None
         # Number of pairs since the last log, and sums of what is logged.
         self.totals = [0.0] * (1 + len(_LOGGED))
+
+    def losses(
+        self, log_probs: torch.Tensor, lengths: torch.Tensor, reference: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of each pair, and beta times its margin, `(pairs,)` each.
+
+        All arguments have values of the chosen and of the rejected targets, `(pairs, 2)`: log-probabilities, tokens, and
+        log-probabilities by the first weights, or 0.
+        """
+        scores = (log_probs - reference) / (lengths if self.loss in _OF_MEANS else 1)
+        margins = scores[:, 0] - scores[:, 1]
+        losses = -logsigmoid(self.beta * margins - (self.gamma if self.loss == "simpo" else 0.0))
+        losses = (margins - 1 / (2 * self.beta)) ** 2 if self.loss == "ipo" else losses
+        return (1 - self.share) * losses - self.share * log_probs[:, 0] / lengths[:, 0], self.beta * margins
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"totals": self.totals}}
@@ -128,14 +117,13 @@ class PreferenceTraining(TrainerCallback, ExportableState):
         row, all_log_probs, places = self._log_probs(model, preferences, device)
         all_log_probs.requires_grad_()
         log_probs, lengths = all_log_probs[places], row["target_lengths"].cpu()[places]
-        reference: torch.Tensor | float = 0.0
+        reference: Any = 0.0
         if self.reference is not None:
             reference = torch.tensor([[*self.reference[_key_of(item)]] for item in preferences], dtype=torch.float64)
         elif self.loss in _OF_REFERENCE:
             # An estimate of a run knows no other weights.
             reference = log_probs.detach()
-        options = self.loss, self.beta, self.gamma, self.share
-        losses, margins = preference_losses(log_probs, lengths, reference, *options)
+        losses, margins = self.losses(log_probs, lengths, reference)
         losses.sum().backward()
         logged = [torch.ones_like(margins), losses.detach(), (margins > 0).double(), margins.detach()]
         self.totals = [total + float(values.sum()) for total, values in zip(self.totals, logged, strict=True)]
@@ -157,17 +145,13 @@ class PreferenceTraining(TrainerCallback, ExportableState):
 
     def _compute_reference(self, model: PreTrainedModel, path: Path, show_progress: bool) -> dict[int, Sequence[float]]:
         """Return the log-probabilities of both targets of all training pairs by their keys, and write them to a file."""
-        preferences = {
-            _key_of(item): item for item in (preference_of(row["input_ids"], row["labels"]) for row in self.pairs)
-        }
-        keys, values = [*preferences], np.zeros((len(preferences), 2))
-        lengths = [len(source) + sum(map(len, targets)) for source, targets in preferences.values()]
-        with progress_bar(len(keys), "pairs", show_progress) as progress:
+        items = [preference_of(row["input_ids"], row["labels"]) for row in self.pairs]
+        keys, values = [*map(_key_of, items)], np.zeros((len(items), 2))
+        lengths = [len(source) + sum(map(len, targets)) for source, targets in items]
+        with progress_bar(len(items), "pairs", show_progress) as progress:
             for batch in batches_by_length(lengths, DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH):
-                batch.sort(key=lambda index: -len(preferences[keys[index]][0]))
-                _, log_probs, places = self._log_probs(
-                    model, [preferences[keys[index]] for index in batch], model.device
-                )
+                batch.sort(key=lambda index: -len(items[index][0]))
+                _, log_probs, places = self._log_probs(model, [items[index] for index in batch], model.device)
                 values[batch] = log_probs[places].numpy()
                 progress.update(len(batch))
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -191,9 +191,10 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         if self.compute_loss_func is not None:
             raise MetaphraseError(f"`compute_loss_func` must be left out, got {self.compute_loss_func}.")
         if not smooths_labels(self.model):
-            if self.r_drop_alpha or replace_batch is not None:
-                name, kind = "r_drop_alpha" if self.r_drop_alpha else "reward", type(self.model).__name__
-                raise MetaphraseError(f"`{name}` must come with a Metaphrase model, got a {kind}.")
+            if self.r_drop_alpha or self.replace_batch is not None:
+                name = "`r_drop_alpha`" if self.r_drop_alpha else "`reward` or `rejected_column`"
+                kind = f"a {type(self.model).__name__}. `metaphrase convert` makes one of many families"
+                raise MetaphraseError(f"{name} must come with a Metaphrase model, got {kind}.")
             # Models of other families neither smooth labels nor divide by the labels of the whole step.
             self.compute_loss_func = self._loss_of_logits
         if not distributed.saves_whole_weights(self.accelerator.state):

@@ -308,6 +308,8 @@ def test_a_configuration_decides_the_direction_of_translations():
         with pytest.raises(ValueError, match="for wmt, which has de, en, got neither"):
             find_columns(row, "wmt", config)
     assert find_columns(dict.fromkeys(("text", "target", "source", "summary")), "news", None) == ("source", "target")
+    # The names of TRL.
+    assert find_columns(dict.fromkeys(("prompt", "chosen", "rejected")), "news", None) == ("prompt", "chosen")
     with pytest.raises(ValueError, match="which has text, article, summary"):
         find_columns(dict.fromkeys(("text", "article", "summary")), "news", None)
 

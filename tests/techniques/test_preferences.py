@@ -8,12 +8,14 @@ import pytest
 import torch
 from datasets import Dataset
 from small_experiments import ONE_STEP, read_log, train
-from small_trainers import make_trainer
+from small_runs import SMALL
+from small_trainers import make_trainer, tiny_bart
 from subcommands import execute
 from tiny_generator import tiny_pair
 from tiny_models import DESIGNS, MERGED, tiny_model
 from torch.nn.functional import logsigmoid
 
+from metaphrase.choices.completion import complete
 from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.data.encoding import data_fingerprint, encode_pairs
 from metaphrase.data.pairs import load_pairs
@@ -21,7 +23,7 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.techniques.preferences import REFERENCE_NAME, PreferenceTraining, preference_of
 from metaphrase.techniques.rewards import rows_of
-from metaphrase.training.recipe.recipe import Recipe
+from metaphrase.training.recipe.recipe import Recipe, load_recipe
 from metaphrase.training.training_loss import TrainingLoss, weights_of_labels
 
 PREFERENCES = [
@@ -256,6 +258,30 @@ def test_both_targets_are_encoded_and_long_ones_dropped():
 def test_what_contradicts_is_refused(fields):
     with pytest.raises(MetaphraseError, match="must not both be given, because"):
         Recipe.from_mapping({"train_file": "a.tsv", "max_steps": 1, "rejected_column": 2, **fields}, "a test").checked()
+
+
+def test_a_task_has_no_preferences():
+    fields = {"tasks": {"news": {"train_file": "a.tsv", "rejected_column": 2}}}
+    with pytest.raises(MetaphraseError, match=r"`tasks\.news\.rejected_column` must be a field of data"):
+        Recipe.from_mapping(fields, "a test").checked()
+
+
+def test_models_of_other_families_are_refused(tmp_path):
+    training = make_training("cpo")
+    with pytest.raises(
+        MetaphraseError, match="`reward` or `rejected_column` must come with a Metaphrase model, got a Bart"
+    ):
+        make_trainer(tiny_bart(), PAIRS, tmp_path, replace_batch=training)
+
+
+def test_limits_are_those_of_both_targets(data, preferences, tmp_path):
+    rows = [(source, target, " ".join([rejected] * 5)) for source, target, rejected in preferences]
+    (data / "long.tsv").write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
+    words = ["--train_file", str(data / "long.tsv"), "--rejected_column", "2", "--output_dir", str(tmp_path / "run")]
+    words += [f"--model.{name}={value}" for name, value in SMALL.items()]
+    experiment, _ = complete(load_recipe(None, [*words, "--max_steps", "2", "--vocab_size", "300"]), is_dry_run=True)
+    report = experiment.prepare().corpus.reports["train"]
+    assert report.target_too_long == 0 and experiment.recipe.max_target_length > 100
 
 
 def test_label_smoothing_is_refused():

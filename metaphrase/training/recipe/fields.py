@@ -159,15 +159,11 @@ class OwnFields(BaseModel):
     candidates: Literal["sample", "beam"] = _technique("How candidates are generated.", "sample", "reward")
     num_candidates: int = _technique("Candidates of each source.", 8, "reward", ge=2)
     preference_loss: Literal["dpo", "ipo", "simpo", "cpo"] = _technique(
-        "Loss of chosen and rejected targets: against the first weights (dpo, ipo), or without them.",
-        "cpo",
-        "rejected_column",
+        "Loss of chosen and rejected targets. Those of dpo and ipo know the first weights.", "cpo", "rejected_column"
     )
     preference_beta: float | None = _technique("Its beta [0.1, simpo 2].", None, "rejected_column", gt=0)
     simpo_gamma: float = _technique("Margin between mean log-probabilities times beta.", 1.0, "rejected_column", ge=0)
-    cross_entropy_share: float = _technique(
-        "Share of the references in the loss [0.3 with a reward, 0.5 in cpo, 0 in other losses].", 0.3, ge=0, lt=1
-    )
+    cross_entropy_share: float = _technique("Share of the references in the loss [0.3; cpo 0.5].", 0.3, ge=0, lt=1)
     subword_sampling: float | None = _technique("Rate of BPE-dropout in each epoch, such as 0.1.", gt=0, lt=1)
     augmentation: dict[str, _Share] = _technique(
         f"Shares of training pairs to change in each epoch: {', '.join(AUGMENTATIONS)} (--augmentation.typos 0.05).", {}
@@ -300,7 +296,8 @@ _NEEDS |= {"target_tokenizer_name_or_path": "tokenizer_name_or_path", "lora_rank
 _FILES = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file"))
 _PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_test")
 _OF_EACH_TASK: tuple[str, ...] = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
-_OF_EACH_TASK += ("weight_column", "rejected_column", *(f"max_{split}_samples" for split in SPLITS))
+_THIRD_COLUMNS = ("weight_column", "rejected_column")
+_OF_EACH_TASK += (*_THIRD_COLUMNS, *(f"max_{split}_samples" for split in SPLITS))
 _OF_TWO_VOCABULARIES = ("target_tokenizer_kind", "target_vocab_size")
 _OF_NEW_TOKENIZER: tuple[str, ...] = ("tokenizer_kind", "vocab_size", "joint_vocabulary", *_OF_TWO_VOCABULARIES)
 _OF_NEW_TOKENIZER += ("lowercase", "normalization", "min_frequency", "joiner", "num_sentinels")
@@ -316,22 +313,14 @@ _CONFLICTS = (
     ("lora_rank", ("freeze",), "all but the adapter is frozen"),
     ("num_validation", ("validation_file", "validation_source_file", "dataset_validation_split"), _EITHER),
     ("num_test", ("test_file", "test_source_file", "dataset_test_split"), _EITHER),
-    (
-        "objective",
-        (*_PAIR_SOURCES, "weight_column", "rejected_column", *_OF_TWO_VOCABULARIES),
-        "it is learned from plain text",
-    ),
+    ("objective", (*_PAIR_SOURCES, *_THIRD_COLUMNS, *_OF_TWO_VOCABULARIES), "it is learned from plain text"),
     ("objective", ("subword_sampling", "augmentation"), "it draws the noise of its pairs"),
     ("tasks", _OF_EACH_TASK, "each task has its own pairs, read as a whole"),
     ("weight_column", ("train_source_file",), "two files of text have no other columns"),
     ("rejected_column", ("train_source_file", "weight_column"), "rejected targets are the third column of a file"),
     *((name, ("rejected_column",), "the loss is that of preferences") for name in ("reward", "r_drop_alpha")),
     *((name, ("rejected_column",), "such pairs are read as a whole, and stay as they are") for name in _CHANGING),
-    (
-        "monolingual_target",
-        ("tasks", "objective", "weight_column", "rejected_column"),
-        "a model of plain pairs writes its sources",
-    ),
+    ("monolingual_target", ("tasks", "objective", *_THIRD_COLUMNS), "a model of plain pairs writes its sources"),
     ("num_seeds", ("objective",), "no scores join the models"),
     ("reward", ("r_drop_alpha", "objective"), "candidates of a model take the place of pairs"),
     ("joint_vocabulary", (*_OF_TWO_VOCABULARIES, "target_tokenizer_name_or_path"), "it has one tokenizer"),
@@ -369,7 +358,8 @@ def check_recipe(recipe: Any) -> None:
                 require(is_number and 0 < value < float("inf"), path, "be a number above 0")
                 continue
             is_data = group_of(name, f"`tasks.{task}`") == "data"
-            require(is_data and name not in ("data_dir", "streaming", "objective"), path, "be a field of data")
+            is_of_run = name in ("data_dir", "streaming", "objective", "rejected_column")
+            require(is_data and not is_of_run, path, "be a field of data")
     if recipe.subword_sampling is not None:
         for name in ("tokenizer_kind", "target_tokenizer_kind"):
             rule = f"be one of {', '.join(SAMPLED_KINDS)} with `subword_sampling`"
