@@ -230,10 +230,13 @@ def restore_callbacks(state: TrainerState, callbacks: Sequence[TrainerCallback],
 
     transformers' `restore_callback_states_from_checkpoint` would restore the arguments of the callbacks too.
     """
-    for callback in callbacks:
-        # transformers stores a list for several callbacks of a class.
-        if isinstance(values := state.stateful_callbacks.get(type(callback).__name__), dict):
-            vars(callback).update(values["attributes"])
+    for name, values in state.stateful_callbacks.items():
+        values = values if isinstance(values, list) else [values]
+        namesakes = [callback for callback in callbacks if type(callback).__name__ == name]
+        # If a class has several callbacks, transformers appends to the states of earlier checkpoints. The last ones count.
+        for callback, value in zip(namesakes, values[-len(namesakes) :], strict=False):
+            for attribute, content in value["attributes"].items():
+                setattr(callback, attribute, content)
     # transformers would store the states of callbacks that the checkpoint knows, and fail at others.
     present = [callback for callback in (*callbacks, control) if isinstance(callback, ExportableState)]
     now = TrainerState(stateful_callbacks=present).stateful_callbacks
