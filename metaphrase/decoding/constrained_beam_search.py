@@ -109,6 +109,7 @@ class PhraseAutomaton:
     ):
         """Build the tables. Each constraint has a phrase without START. `special_ids` do not end the start of a target."""
         shortest = [min(len(phrase) for phrase in phrases if START not in phrase) for phrases in constraints]
+        longest = [max(len(phrase) - phrase.count(START) for phrase in phrases) for phrases in constraints]
         prefixes = {
             phrase[:length] for phrases in constraints for phrase in phrases for length in range(len(phrase) + 1)
         }
@@ -122,30 +123,35 @@ class PhraseAutomaton:
         follow = torch.zeros(len(numbers), special + 1, dtype=torch.long)
         meets = torch.zeros(len(numbers), len(constraints), dtype=torch.bool)
         savings = torch.zeros(len(numbers), len(constraints), dtype=torch.long)
+        parts = torch.zeros_like(savings)
         children: dict[Phrase, list[Phrase]] = {prefix: [] for prefix in prefixes}
         for prefix in prefixes - {(), (START,)}:
             children[prefix[:-1]].append(prefix)
         for constraint, phrases in enumerate(constraints):
             for phrase in phrases:
+                num_ids = len(phrase) - phrase.count(START)
                 for length in range(1, len(phrase) + 1):
                     number, num_left = numbers[phrase[:length]], len(phrase) - length
+                    part = (num_ids - num_left) * longest[constraint] // num_ids
                     meets[number, constraint] |= num_left == 0
                     savings[number, constraint] = max(int(savings[number, constraint]), shortest[constraint] - num_left)
+                    parts[number, constraint] = max(int(parts[number, constraint]), part)
         # In order of length, a prefix follows its longest proper suffix that is a prefix of a phrase, too.
         for prefix, number in numbers.items():
             if prefix:
                 suffix = next(prefix[start:] for start in range(1, len(prefix) + 1) if prefix[start:] in numbers)
                 follow[number] = follow[numbers[suffix]]
-                for table in (meets, savings):
+                for table in (meets, savings, parts):
                     table[number] = torch.maximum(table[number], table[numbers[suffix]])
             for child in children[prefix]:
                 follow[number, symbols[child[-1]]] = numbers[child]
         self.start = numbers.get((START,), 0)
         follow[self.start, special] = self.start
-        self.num_constraints, self.num_tokens = len(constraints), sum(shortest)
+        self.num_constraints, self.num_tokens, self.most_progress = len(constraints), sum(shortest), sum(longest)
         self.alphabet = torch.tensor(alphabet, dtype=torch.long, device=device)
         self._symbols, self._follow, self._meets = symbols.to(device), follow.to(device), meets.to(device)
-        self._shortest, self._savings = torch.tensor(shortest, device=device), savings.to(device)
+        self._shortest, self._longest = (torch.tensor(lengths, device=device) for lengths in (shortest, longest))
+        self._savings, self._parts = savings.to(device), parts.to(device)
 
     def read(
         self, states: torch.Tensor, is_met: torch.Tensor, tokens: torch.Tensor
@@ -162,9 +168,17 @@ class PhraseAutomaton:
         missing = (~is_met).long()
         return (missing * self._shortest).sum(dim=-1) - (missing * self._savings[states]).amax(dim=-1)
 
+    def progress(self, states: torch.Tensor, is_met: torch.Tensor) -> torch.Tensor:
+        """Return how many tokens are met, shape (...): those of met constraints, and of the most advanced phrase.
+
+        A constraint counts as many tokens as its longest phrase, and part of a phrase the same part of these tokens.
+        """
+        met = is_met.long()
+        return (met * self._longest).sum(dim=-1) + ((1 - met) * self._parts[states]).amax(dim=-1)
+
 
 class ConstrainedSelection(Selection):
-    """Selection by banks: hypotheses that lack equally many tokens of the phrases form a bank.
+    """Selection by banks: hypotheses that have met equally many tokens of the phrases form a bank.
 
     A hypothesis may end when all constraints are met, and is dropped when they no longer fit.
     """
@@ -193,12 +207,12 @@ class ConstrainedSelection(Selection):
             self._states.take_along_dim(parents, dim=1), self._is_met.take_along_dim(parents[..., None], dim=1), tokens
         )
         # (sources, candidates)
-        missing = self._automaton.num_missing(states, is_met)
+        progress = self._automaton.progress(states, is_met)
         is_possible = scores > WORST / 2
         is_end = are_ends(tokens, self.ends) | (num_left == 0)
         # An ending hypothesis competes for the beam with all others; continuations then compete among themselves.
-        in_beam = torch.zeros_like(is_end).scatter_(1, self._allocate(missing, is_possible)[:, :num_beams], True)
-        chosen = self._allocate(missing, is_possible & ~is_end)[:, :num_beams]
+        in_beam = torch.zeros_like(is_end).scatter_(1, self._allocate(progress, is_possible)[:, :num_beams], True)
+        chosen = self._allocate(progress, is_possible & ~is_end)[:, :num_beams]
         chosen_scores = scores.masked_fill(is_end | ~is_possible, WORST).take_along_dim(chosen, dim=1)
         chosen_scores, best = chosen_scores.sort(dim=1, descending=True, stable=True)
         chosen = chosen.take_along_dim(best, dim=1)
@@ -233,8 +247,9 @@ class ConstrainedSelection(Selection):
         num_beams, vocab_size = totals.shape[1:]
         alphabet = self._automaton.alphabet
         best = totals.flatten(1).topk(min(self.num_candidates, num_beams * vocab_size)).indices
-        missing = self._automaton.num_missing(self._states, self._is_met)
-        advances = self._automaton.num_missing(*self._behind_alphabet()) < missing[..., None]
+        advances = self._automaton.progress(*self._behind_alphabet()) > self._automaton.progress(
+            self._states, self._is_met
+        ).unsqueeze(-1)
         is_candidate = torch.zeros_like(totals, dtype=torch.bool)
         is_candidate[:, :, alphabet] = advances
         is_candidate.scatter_(2, totals.argmax(dim=-1, keepdim=True), True)
@@ -246,17 +261,17 @@ class ConstrainedSelection(Selection):
         # The states and met constraints behind each token of the phrases, (sources, beams, alphabet).
         return self._automaton.read(self._states[..., None], self._is_met[:, :, None], self._automaton.alphabet)
 
-    def _allocate(self, missing: torch.Tensor, is_eligible: torch.Tensor) -> torch.Tensor:
+    def _allocate(self, progress: torch.Tensor, is_eligible: torch.Tensor) -> torch.Tensor:
         """Return the order in which candidates enter the beam: the best of each bank, the second best of each, and so on.
 
-        Banks have equal shares, and a bank's unused share goes to the others. Banks with fewer missing tokens come first, and
+        Banks have equal shares, and a bank's unused share goes to the others. Banks with more progress come first, and
         candidates that are not eligible last. All shapes are (sources, candidates), best candidate first.
         """
-        num_banks = self._automaton.num_tokens + 1
-        banks = torch.arange(num_banks, device=missing.device)
-        is_in_bank = (missing[:, :, None] == banks) & is_eligible[:, :, None]
-        rank = is_in_bank.cumsum(dim=1).take_along_dim(missing[:, :, None], dim=2)[:, :, 0]
-        order = rank * num_banks + missing
+        num_banks = self._automaton.most_progress + 1
+        banks = torch.arange(num_banks, device=progress.device)
+        is_in_bank = (progress[:, :, None] == banks) & is_eligible[:, :, None]
+        rank = is_in_bank.cumsum(dim=1).take_along_dim(progress[:, :, None], dim=2)[:, :, 0]
+        order = rank * num_banks + (num_banks - 1 - progress)
         return order.masked_fill(~is_eligible, torch.iinfo(order.dtype).max).argsort(dim=1, stable=True)
 
 
