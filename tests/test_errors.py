@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from metaphrase.data.pairs import check_columns, column_names
+from metaphrase.data.pairs import check_columns
 from metaphrase.errors import is_mistake
 from metaphrase.modeling import MetaphraseConfig
+from metaphrase.techniques.rewards import pack
 
 
 def caught(function, *args, **options):
@@ -32,4 +33,4 @@ def test_mistake(error):
 
 
 def test_value_error_inside_the_package_is_a_bug():
-    assert not is_mistake(caught(column_names, ("one", "two", "three")))
+    assert not is_mistake(caught(pack, [[2]], [], is_merged=True))
