@@ -43,9 +43,6 @@ def warn(occasion: str, *arguments: Any) -> None:
         logger.warning("%s", alert)
 
 
-# Pairs
-
-
 def data_alerts(corpus: Any) -> Iterator[str]:
     """Yield alerts of the pairs of a corpus that is loaded; of a stream, those of its sample."""
     parts = corpus.parts.values() if corpus.recipe.tasks else (corpus,)
@@ -108,9 +105,6 @@ def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
         )
 
 
-# Settings
-
-
 def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> Iterator[str]:
     """Yield alerts of a complete recipe with its training arguments, encoded corpus and model, before training."""
     width = model.config.hidden_size
@@ -142,9 +136,6 @@ def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> 
 def length_limit(model: Any) -> int:
     """Return the maximum tokens of an output, end of sequence included. By default, `generate()` ends at 20."""
     return (length_limits(model, {})[1] or 21) - 1
-
-
-# Training and scores
 
 
 def output_alerts(unfinished: int, outputs: int, model: Any) -> Iterator[str]:

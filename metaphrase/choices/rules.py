@@ -420,10 +420,8 @@ _SUMMARY_RATIO = 4
 # In tokens. Attention takes time and memory with the square of the length.
 _LONGEST = 1024
 _TEXT_NAMES = {"word": "symbols", "char": "short strings", "byte_bpe": "text"}
-# Share of pairs that get a rare word.
-_RARE_WORDS_SHARE = 0.3
-# Share of pairs that are made of parts of others.
-_RECOMBINED_SHARE = 0.3
+# Shares of pairs that get a rare word, and that are made of parts of others.
+_RARE_WORDS_SHARE = _RECOMBINED_SHARE = 0.3
 # A text is a label if each occurs so often.
 _LABEL_REPETITIONS = 20
 # A script with more letters writes words by signs of their own, as Chinese does. Longer texts are sentences, not words.

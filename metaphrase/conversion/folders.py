@@ -131,7 +131,6 @@ def _plan_ours(
     theirs = CONFIG_MAPPING[family.name].from_pretrained(folder)
     if getattr(theirs, "decoder_start_token_id", None) is None:
         theirs.decoder_start_token_id = start
-    # T5's classes with a head have the names of a part.
     checkpoints.rename_weights(weights, lambda name: name.removeprefix(_PART))
     kind = checkpoints.kind_of_class(theirs.architectures)
     config = family.read_config(theirs, weights)

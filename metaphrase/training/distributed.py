@@ -28,8 +28,6 @@ from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.storage.weight_files import weight_names
 from metaphrase.training.recipe.recipe import Recipe
 
-# Processes
-
 Value = TypeVar("Value")
 # A process waits as long as the first one works, and notices at once if that ends.
 _LONGEST_WAIT = timedelta(days=7)
