@@ -48,11 +48,8 @@ def data_alerts(corpus: Any) -> Iterator[str]:
     parts = corpus.parts.values() if corpus.recipe.tasks else (corpus,)
     for part in parts if corpus.recipe.objective == "pairs" else ():
         yield from _pair_alerts(part)
-        sources = {
-            split: map(str.strip, column_texts(part.splits[split], "source"))
-            for split in SPLITS
-            if split in part.splits
-        }
+        splits = [split for split in SPLITS if split in part.splits]
+        sources = {split: map(str.strip, column_texts(part.splits[split], "source")) for split in splits}
         train, counts = sources.pop("train"), {split: Counter(texts) for split, texts in sources.items()}
         held_out = set().union(*counts.values())
         shared = held_out.intersection(train) if held_out else set()
