@@ -132,9 +132,8 @@ class PairEncoder:
 def _join_targets(columns: dict[str, list[Any]], rejected: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Return the columns of pairs, with the labels of rejected targets of the same sources behind -100. Both must be kept."""
     joined: dict[str, list[Any]] = {name: [*map(max, columns[name], rejected[name])] for name in columns}
-    joined["labels"] = [
-        [*row, IGNORED_LABEL, *other] for row, other in zip(columns["labels"], rejected["labels"], strict=True)
-    ]
+    rows = zip(columns["labels"], rejected["labels"], strict=True)
+    joined["labels"] = [[*row, IGNORED_LABEL, *other] for row, other in rows]
     return joined | {"target_length": [*map(len, joined["labels"])]}
 
 
