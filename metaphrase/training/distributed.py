@@ -139,8 +139,7 @@ def seed_process(arguments: TrainingArguments, accelerator: Accelerator) -> None
     # Processes that share a batch must drop alike.
     if arguments.process_index > 0 and is_data_parallel(arguments, accelerator):
         # Neither processes nor seeds share numbers.
-        state = np.random.SeedSequence([arguments.seed, arguments.process_index]).generate_state(1)
-        set_seed(state.item())
+        set_seed(np.random.SeedSequence([arguments.seed, arguments.process_index]).generate_state(1).item())
 
 
 def check_same_in_all(**facts: Any) -> None:
