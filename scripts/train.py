@@ -131,10 +131,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def train(
-    recipe: Recipe,
-    is_dry_run: bool = False,
-    started: float | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
+    recipe: Recipe, is_dry_run: bool = False, started: float | None = None, callbacks: Sequence[TrainerCallback] = ()
 ) -> tuple[Experiment, dict]:
     """Run a recipe as the command does: choose its open fields, train, save and score. A dry run prints what the run needs.
 
