@@ -49,11 +49,7 @@ _FOREIGN = -1.0
 def write_data(corpus: PairCorpus, folder: Path) -> dict[str, Any]:
     """Write the pairs of all splits, so that all stages have the same, and a sample of `monolingual_target`.
 
-    Args:
-        corpus: Pairs that were read, with the splits of the run.
-
-    Returns:
-        The numbers of pairs and of lines, and the special tokens of the pairs.
+    The corpus was read, with the splits of the run. Return the numbers of pairs and lines, and the special tokens of the pairs.
     """
     recipe, sizes, scored, held_out, longest = corpus.recipe, Counter(), set(), set(), 0
     for split in (split for split in reversed(SPLITS) if split in corpus.splits):
@@ -151,10 +147,7 @@ def sample_lines(
 def write_sources(folder: Path, stage: str, options: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Write a synthetic source for as many lines of the plain text as the time holds. A stopped file is continued.
 
-    Args:
-        folder: Folder of the stages, which has the plain text and the model `reverse`.
-        stage: Name of the stage, and of its file.
-        options: Options of the search.
+    The folder of the stages has the plain text and the model `reverse`. The stage names the file; the options are of the search.
     """
     generator, deadline = Generator.from_pretrained(folder / "reverse"), time.time() + seconds
     # Other characters than those of the pairs may be many tokens.
