@@ -84,9 +84,8 @@ class TrainedFolder:
     def __init__(self, folder: str | os.PathLike):
         """Read a folder. Raise a `MetaphraseError` if one of its files is not valid."""
         self.path = Path(folder)
-        self.metrics, self.state, self.config = (
-            read_fields(self.path / f"{name}.json") for name in ("metrics", "trainer_state", "config")
-        )
+        names = ("metrics", "trainer_state", "config")
+        self.metrics, self.state, self.config = (read_fields(self.path / f"{name}.json") for name in names)
         self.recipe = read_recipe(self.path)
         self.num_parameters = None
         if weight_names(self.path):

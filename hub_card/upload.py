@@ -132,13 +132,7 @@ def check_folder(folder: Path) -> None:
 
 
 def upload(
-    contents: Contents,
-    repo_id: str,
-    *,
-    commit_message: str,
-    private: bool,
-    revision: str | None,
-    token: str | None,
+    contents: Contents, repo_id: str, *, commit_message: str, private: bool, revision: str | None, token: str | None
 ) -> str:
     """Create repository and branch if they are missing, and upload files in one commit.
 

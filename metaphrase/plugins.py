@@ -72,49 +72,34 @@ PLACES: dict[str, str] = {
     "fast_decoder": "metaphrase.decoding.fast_generation:plug_in",
 }
 
-# Public names of a package that rings hold: the module by the name.
+# Public names of a package that rings hold, by their module.
 PUBLIC_NAMES = {
     "metaphrase.conversion": {
-        "FAMILIES": "metaphrase.conversion.families",
-        "adapt": "metaphrase.conversion.adaptation",
-        "convert": "metaphrase.conversion.folders",
-        "from_torch_transformer": "metaphrase.conversion.torch_transformer",
-        "to_torch_transformer": "metaphrase.conversion.torch_transformer",
-        "trim_vocabulary": "metaphrase.conversion.trimmed_vocabulary",
+        "metaphrase.conversion.adaptation": "adapt",
+        "metaphrase.conversion.families": "FAMILIES",
+        "metaphrase.conversion.folders": "convert",
+        "metaphrase.conversion.torch_transformer": "from_torch_transformer to_torch_transformer",
+        "metaphrase.conversion.trimmed_vocabulary": "trim_vocabulary",
     },
-    "metaphrase.hub_card": {
-        "draw_attention_map": "metaphrase.analysis.pages",
-        "write_explanation_page": "metaphrase.analysis.pages",
-    },
+    "metaphrase.hub_card": {"metaphrase.analysis.pages": "draw_attention_map write_explanation_page"},
     "metaphrase.inference": {
-        "AttentionMap": "metaphrase.analysis.alignment",
-        "EnsembleSearch": "metaphrase.decoding.joint_search",
-        "Explanation": "metaphrase.analysis.explanation",
-        "ForcedScore": "metaphrase.analysis.scoring",
-        "GeneratorPool": "metaphrase.engines.generator_pool",
-        "SpeculativeSearch": "metaphrase.decoding.joint_search",
-        "Terms": "metaphrase.texts.plan",
-        "TextDecoder": "metaphrase.texts.whole_texts",
-        "alignment_error_rate": "metaphrase.analysis.alignment",
-        "constrained_beam_search": "metaphrase.decoding.constrained_beam_search",
-        "cross_attention": "metaphrase.analysis.alignment",
-        "cross_attentions": "metaphrase.analysis.alignment",
-        "explain": "metaphrase.analysis.explanation",
-        "format_pharaoh": "metaphrase.analysis.alignment",
-        "expected_utilities": "metaphrase.decoding.minimum_bayes_risk",
-        "quantize": "metaphrase.decoding.quantization",
-        "word_alignment": "metaphrase.analysis.alignment",
-        "word_weights": "metaphrase.analysis.alignment",
+        "metaphrase.analysis.alignment": "AttentionMap alignment_error_rate cross_attention cross_attentions "
+        "format_pharaoh word_alignment word_weights",
+        "metaphrase.analysis.explanation": "Explanation explain",
+        "metaphrase.analysis.scoring": "ForcedScore",
+        "metaphrase.decoding.constrained_beam_search": "constrained_beam_search",
+        "metaphrase.decoding.joint_search": "EnsembleSearch SpeculativeSearch",
+        "metaphrase.decoding.minimum_bayes_risk": "expected_utilities",
+        "metaphrase.decoding.quantization": "quantize",
+        "metaphrase.engines.generator_pool": "GeneratorPool",
+        "metaphrase.texts.plan": "Terms",
+        "metaphrase.texts.whole_texts": "TextDecoder",
     },
     "metaphrase.tokenization": {
-        "VocabularyMap": "metaphrase.conversion.vocabulary_map",
-        "encode_phrase": "metaphrase.decoding.constrained_beam_search",
-        "readable_tokens": "metaphrase.analysis.words",
-        "sentinel_tokens": "metaphrase.augmentation.denoising",
-        "word_ids_by_offsets": "metaphrase.analysis.words",
-        "words_of_decoded": "metaphrase.analysis.words",
-        "words_of_source": "metaphrase.analysis.words",
-        "words_of_target": "metaphrase.analysis.words",
+        "metaphrase.analysis.words": "readable_tokens word_ids_by_offsets words_of_decoded words_of_source words_of_target",
+        "metaphrase.augmentation.denoising": "sentinel_tokens",
+        "metaphrase.conversion.vocabulary_map": "VocabularyMap",
+        "metaphrase.decoding.constrained_beam_search": "encode_phrase",
     },
 }
 
@@ -127,7 +112,7 @@ def import_name(path: str) -> Any:
 
 def names_of_rings(package: str) -> tuple[dict[str, str], Callable[[str], Any]]:
     """Return the public names of a package that rings hold, and a `__getattr__` that imports them."""
-    modules = PUBLIC_NAMES[package]
+    modules = {name: module for module, names in PUBLIC_NAMES[package].items() for name in names.split()}
 
     def load(name: str) -> Any:
         if name not in modules:

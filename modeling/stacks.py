@@ -273,11 +273,7 @@ class MetaphraseEncoder(Stack):
         return self.encode(self._embed(input_ids, inputs_embeds), attention_mask, position_ids, **kwargs)
 
     def encode(
-        self,
-        embeddings: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        **kwargs,
+        self, embeddings: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, **kwargs
     ) -> BaseModelOutput:
         """Encode the embeddings of sources. The package replaces this method by faster ones."""
         # Position biases depend on distances, which padding on the left does not change.

@@ -48,11 +48,9 @@ def main(arguments: argparse.Namespace) -> None:
     judges = [load_judge(name) for name in arguments.metric]
     if judges and test_set.sources is None:
         raise MetaphraseError("`source` must be given with `metric`, which reads the sources, too, got None.")
+    outputs, references = test_set.outputs.items(), test_set.references
     for judge in judges:
-        texts = test_set.outputs.items()
-        segments[judge.name] = {
-            name: judge.segments(test_set.sources, lines, test_set.references) for name, lines in texts
-        }
+        segments[judge.name] = {name: judge.segments(test_set.sources, texts, references) for name, texts in outputs}
     path = arguments.train_target_file
     lower = [judge.name for judge in judges if judge.is_better_lower]
     report = compare(

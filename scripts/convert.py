@@ -39,8 +39,7 @@ def average(arguments: argparse.Namespace) -> None:
         folders = select_checkpoints(folders[0], last=arguments.last, best=arguments.best, metric=arguments.metric)
     elif any(option is not None for option in (arguments.last, arguments.best, arguments.metric)):
         raise MetaphraseError(f"`--last`, `--best` and `--metric` need one run, got {len(folders)} folders.")
-    written = average_checkpoints(folders, arguments.output, overwrite=arguments.overwrite)
-    logger.info("Written to %s", written)
+    logger.info("Written to %s", average_checkpoints(folders, arguments.output, overwrite=arguments.overwrite))
 
 
 # Some of these functions need extras, which others must not.

@@ -131,10 +131,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def train(
-    recipe: Recipe,
-    is_dry_run: bool = False,
-    started: float | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
+    recipe: Recipe, is_dry_run: bool = False, started: float | None = None, callbacks: Sequence[TrainerCallback] = ()
 ) -> tuple[Experiment, dict]:
     """Run a recipe as the command does: choose its open fields, train, save and score. A dry run prints what the run needs.
 
@@ -156,12 +153,10 @@ def train(
     folder = Path(recipe.output_dir)
     if recipe.resume_from_checkpoint is True and holds_run(folder / STAGES_NAME):
         recipe = with_fields_of_run(recipe, folder / STAGES_NAME)
-    train_one = functools.partial(_train_model, callbacks=callbacks)
-    has_stages = recipe.stages or recipe.num_seeds > 1 or recipe.monolingual_target is not None
-    run_stages = needed_plugin("stages", "stages") if has_stages else None
-    experiment, result = (
-        run_stages(recipe, train_one, is_dry_run, started) if run_stages else train_one(recipe, is_dry_run, started)
-    )
+    run_recipe = functools.partial(_train_model, callbacks=callbacks)
+    if recipe.stages or recipe.num_seeds > 1 or recipe.monolingual_target is not None:
+        run_recipe = functools.partial(needed_plugin("stages", "stages"), train=run_recipe)
+    experiment, result = run_recipe(recipe, is_dry_run=is_dry_run, started=started)
     if experiment.arguments.process_index == 0 and not is_dry_run:
         log_scores(result)
         is_ensemble = recipe.num_seeds > 1

@@ -170,9 +170,8 @@ def compute_features(
     if reverse is not None:
         # A blank candidate has no source.
         filled = [text if text.strip() else "-" for text in texts]
-        features["backward"] = np.array(
-            [part.mean for part in reverse.score(filled, repeated, show_progress=show_progress)]
-        )
+        scored = reverse.score(filled, repeated, show_progress=show_progress)
+        features["backward"] = np.array([part.mean for part in scored])
     for judge in judges:
         features[judge.name] = judge.utilities(repeated, texts)
     return features | dict(more or {})

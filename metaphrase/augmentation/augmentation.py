@@ -204,7 +204,6 @@ class Augmenter:
             sides.append(encode(list(side), segment))
         changed = []
         for pair, (_, target), *ids in zip(pairs, texts, *sides, strict=True):
-            # A side that is too long stays as it was.
             fits = [len(side) <= limit for side, limit in zip(ids, self.limits, strict=True)]
             if target != pair["target"]:
                 # A change of both sides, such as upper case, must not reach one alone.

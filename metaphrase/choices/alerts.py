@@ -43,19 +43,13 @@ def warn(occasion: str, *arguments: Any) -> None:
         logger.warning("%s", alert)
 
 
-# Pairs
-
-
 def data_alerts(corpus: Any) -> Iterator[str]:
     """Yield alerts of the pairs of a corpus that is loaded; of a stream, those of its sample."""
     parts = corpus.parts.values() if corpus.recipe.tasks else (corpus,)
     for part in parts if corpus.recipe.objective == "pairs" else ():
         yield from _pair_alerts(part)
-        sources = {
-            split: map(str.strip, column_texts(part.splits[split], "source"))
-            for split in SPLITS
-            if split in part.splits
-        }
+        splits = [split for split in SPLITS if split in part.splits]
+        sources = {split: map(str.strip, column_texts(part.splits[split], "source")) for split in splits}
         train, counts = sources.pop("train"), {split: Counter(texts) for split, texts in sources.items()}
         held_out = set().union(*counts.values())
         shared = held_out.intersection(train) if held_out else set()
@@ -108,9 +102,6 @@ def _pair_alerts(corpus: PairCorpus) -> Iterator[str]:
         )
 
 
-# Settings
-
-
 def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> Iterator[str]:
     """Yield alerts of a complete recipe with its training arguments, encoded corpus and model, before training."""
     width = model.config.hidden_size
@@ -142,9 +133,6 @@ def run_alerts(recipe: Recipe, arguments: Any, encoded: Mapping, model: Any) -> 
 def length_limit(model: Any) -> int:
     """Return the maximum tokens of an output, end of sequence included. By default, `generate()` ends at 20."""
     return (length_limits(model, {})[1] or 21) - 1
-
-
-# Training and scores
 
 
 def output_alerts(unfinished: int, outputs: int, model: Any) -> Iterator[str]:

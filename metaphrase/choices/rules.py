@@ -235,9 +235,8 @@ def choose_from_tokens(
     updates = wanted if in_time == math.inf else max(wanted, min(most, int(in_time)))
     ending = " fit into the time" if wanted < updates < most else ", after which little is gained"
     share = min(1, in_time / wanted)
-    recipe, updates = choose_updates(
-        recipe, tokens, updates, updates * budget / tokens.both, ending, share, cost.seconds
-    )
+    epochs = updates * budget / tokens.both
+    recipe, updates = choose_updates(recipe, tokens, updates, epochs, ending, share, cost.seconds)
     # The time may end before the last update.
     reached = max(1, int(min(updates, in_time)))
     is_largest = tokens.target <= size.max_target_tokens
@@ -420,10 +419,8 @@ _SUMMARY_RATIO = 4
 # In tokens. Attention takes time and memory with the square of the length.
 _LONGEST = 1024
 _TEXT_NAMES = {"word": "symbols", "char": "short strings", "byte_bpe": "text"}
-# Share of pairs that get a rare word.
-_RARE_WORDS_SHARE = 0.3
-# Share of pairs that are made of parts of others.
-_RECOMBINED_SHARE = 0.3
+# Shares of pairs that get a rare word, and that are made of parts of others.
+_RARE_WORDS_SHARE = _RECOMBINED_SHARE = 0.3
 # A text is a label if each occurs so often.
 _LABEL_REPETITIONS = 20
 # A script with more letters writes words by signs of their own, as Chinese does. Longer texts are sentences, not words.
@@ -640,9 +637,8 @@ def choose_finetuning(
         wanted = max(finetuning_updates(tokens, budget), min(_MIN_UPDATES, alone))
     share = min(1.0, possible_updates(cost, seconds) / wanted)
     ending = ": few pairs are repeated more often" if has_seen_pairs else ": the base has seen no pairs"
-    recipe, updates = choose_updates(
-        recipe, tokens, max(1, int(share * wanted)), wanted * budget / tokens.both, ending, share, cost.seconds
-    )
+    updates, epochs = max(1, int(share * wanted)), wanted * budget / tokens.both
+    recipe, updates = choose_updates(recipe, tokens, updates, epochs, ending, share, cost.seconds)
     family = family_of(config)
     rule = RULES.get(family, _BART)
     rate, source = rule.learning_rate(config.hidden_size), f"a {family} of width {config.hidden_size}: {rule.source}"

@@ -106,9 +106,8 @@ class Tuning:
         if self.is_resumed:
             self.experiment = Experiment(self.recipe, is_dry_run=True)
         else:
-            self.experiment, choices = complete(
-                self.recipe.replace(streaming=False), is_dry_run=True, started=self.started
-            )
+            recipe = self.recipe.replace(streaming=False)
+            self.experiment, choices = complete(recipe, is_dry_run=True, started=self.started)
             for choice in choices:
                 logger.info("%s", choice)
         self.recipe = recipe = self.experiment.recipe

@@ -131,7 +131,6 @@ def _plan_ours(
     theirs = CONFIG_MAPPING[family.name].from_pretrained(folder)
     if getattr(theirs, "decoder_start_token_id", None) is None:
         theirs.decoder_start_token_id = start
-    # T5's classes with a head have the names of a part.
     checkpoints.rename_weights(weights, lambda name: name.removeprefix(_PART))
     kind = checkpoints.kind_of_class(theirs.architectures)
     config = family.read_config(theirs, weights)
@@ -160,10 +159,8 @@ def _plan_ours(
     for name, counterpart in counterparts.items():
         kind = weights.kinds[counterpart.name]
         if kind.dtype not in checkpoints.STORED_TYPES.values():
-            text = (
-                f"got `{name}` in {kind.dtype}: load it with transformers, and call `dequantize` and `save_pretrained`"
-            )
-            raise MetaphraseError(f"A checkpoint must hold plain weights, {text}.")
+            hint = "load it with transformers, and call `dequantize` and `save_pretrained`"
+            raise MetaphraseError(f"A checkpoint must hold plain weights, got `{name}` in {kind.dtype}: {hint}.")
         checkpoints.check_shape(counterpart.name, kind.shape, counterpart.their_shape(our_shapes[name]))
         planned[name] = PlannedTensor(kind.nbytes, lambda item=counterpart: item.to_ours(weights.read(item.name)))
     return ours, planned
@@ -193,9 +190,8 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     written = read_json(output / CONFIG_NAME) | {"tie_word_embeddings": fields["tie_word_embeddings"]}
     write_json(output / CONFIG_NAME, written, sort_keys=True)
     our_shapes, embeddings = checkpoints.shapes(ours), family.embedding_names
-    their_shapes = {
-        name.replace(*family.file_name): shape for name, shape in checkpoints.shapes(their_skeleton).items()
-    }
+    shapes = checkpoints.shapes(their_skeleton)
+    their_shapes = {name.replace(*family.file_name): shape for name, shape in shapes.items()}
     # Our names of the class that generates.
     stored = {_full_name(name): name for name in checkpoints.stored_names(ours)}
     counterparts = {name: _counterpart(family, name, config) for name in stored if name not in embeddings}

@@ -467,8 +467,7 @@ def read_marian(file: Path, output: Path, max_shard_size: int | str) -> None:
 def write_marian(folder: Path, output: Path) -> None:
     """Write `model.npz` of a folder with our checkpoint, its vocabularies, and `config.yml`, with which Marian starts."""
     config = MetaphraseConfig.from_pretrained(folder)
-    options = _write_options(config)
-    text = yaml.safe_dump(options, sort_keys=True).encode() + b"\0"
+    text = yaml.safe_dump(_write_options(config), sort_keys=True).encode() + b"\0"
     arrays = {OPTIONS_NAME: np.frombuffer(text, np.int8)}
     with contextlib.ExitStack() as files:
         weights = WeightFiles(folder, files)

@@ -171,8 +171,7 @@ def _trim_state(state: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str, 
     else:
         model["vocab"] = {token: new_ids[index] for token, index in model["vocab"].items() if index in new_ids}
     if model["type"] == "BPE":
-        vocabulary = model["vocab"]
-        model["merges"] = [merge for merge in model["merges"] if {*merge, "".join(merge)} <= vocabulary.keys()]
+        model["merges"] = [merge for merge in model["merges"] if {*merge, "".join(merge)} <= model["vocab"].keys()]
     for token in state["added_tokens"]:
         token["id"] = new_ids[token["id"]]
     processor = state["post_processor"] or {}

@@ -246,9 +246,8 @@ def load_identifier() -> Callable[..., dict[str, float]]:
     detector = LangDetector(LangDetectConfig(max_input_length=None))
 
     def identify(text: str, threshold: float = 0.0) -> dict[str, float]:
-        return {
-            entry["lang"]: entry["score"] for entry in detector.detect(text, model="lite", k=-1, threshold=threshold)
-        }
+        entries = detector.detect(text, model="lite", k=-1, threshold=threshold)
+        return {entry["lang"]: entry["score"] for entry in entries}
 
     return identify
 

@@ -45,7 +45,6 @@ class Texts(BaseModel):
 
 
 def make_router(service: Service) -> APIRouter:
-    """Return the endpoints."""
     router = APIRouter(prefix="/v2", tags=["DeepL"])
     num_characters = 0
 

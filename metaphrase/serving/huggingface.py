@@ -55,7 +55,6 @@ class Inputs(BaseModel):
 
 
 def make_router(service: Service) -> APIRouter:
-    """Return the endpoints."""
     router = APIRouter(tags=["Hugging Face"])
 
     async def describe(model: ServedModel, query: Query, targets: list[str], is_finished: bool) -> dict[str, Any]:

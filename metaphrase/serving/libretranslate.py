@@ -50,7 +50,6 @@ class Texts(File):
 
 
 def make_router(service: Service) -> APIRouter:
-    """Return the endpoints."""
     router = APIRouter(tags=["LibreTranslate"])
     codes = list(dict.fromkeys([*service.routes, *(code for row in service.routes.values() for code in row)]))
 

@@ -58,7 +58,6 @@ class Texts(BaseModel):
 
 
 def make_router(service: Service) -> APIRouter:
-    """Return the endpoints."""
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
     started = int(time.time())
 

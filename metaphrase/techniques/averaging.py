@@ -29,18 +29,9 @@ logger = logging.getLogger(__name__)
 # Folder of a run that holds the mean of checkpoints until it is loaded.
 _AVERAGE_NAME = "_average"
 # Files of a single checkpoint that are wrong for the mean: weights, the trainer's state, pickled files, results.
-_LEFT_OUT = (
-    "*.safetensors",
-    "*.index.json",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "metrics.json",
-    "*_predictions.txt",
-    "README.md",
-)
-_LEFT_OUT += (".*", TRAINER_STATE_NAME, checkpoints.PROGRESS_NAME, checkpoints.ARGUMENTS_NAME)
-_LEFT_OUT += (checkpoints.PROVENANCE_NAME,)
+_LEFT_OUT = (".*", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", TRAINER_STATE_NAME, "README.md")
+_LEFT_OUT += (checkpoints.PROGRESS_NAME, checkpoints.ARGUMENTS_NAME, checkpoints.PROVENANCE_NAME)
+_LEFT_OUT += ("metrics.json", "*_predictions.txt")
 # Fields of a configuration that do not describe the model.
 _UNIMPORTANT = ("_name_or_path", "transformers_version")
 

@@ -4,7 +4,6 @@ Source: Sennrich et al. 2016, Improving Neural Machine Translation Models with M
 The tag of synthetic sources: Caswell et al. 2019, Tagged Back-Translation, https://aclanthology.org/W19-5206.
 """
 
-import json
 import logging
 import math
 import random
@@ -18,6 +17,7 @@ from typing import Any
 from metaphrase.data.pairs import SIDES, SPLITS, DataReport, PairSource, column_texts, data_seed
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.rules import FilterSettings, PairRules, normal_form, split_words
+from metaphrase.filtering.run import pair_formatter
 from metaphrase.inference import Generator
 from metaphrase.inference.batches import longest_source
 from metaphrase.inference.line_files import OutputFile
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 TAG = "<BT>"
 TEXT_NAME, MIXTURE_NAME = "target.txt", "mixture.jsonl"
+_as_json = pair_formatter(MIXTURE_NAME)
 # Lines that are drawn for each pair, and in all at least and at most. They are in memory.
 _LINES_PER_PAIR, _LEAST_LINES, _MOST_LINES = 20, 200_000, 5_000_000
 # Lines of a chunk, after which the time is looked at.
@@ -48,11 +49,7 @@ _FOREIGN = -1.0
 def write_data(corpus: PairCorpus, folder: Path) -> dict[str, Any]:
     """Write the pairs of all splits, so that all stages have the same, and a sample of `monolingual_target`.
 
-    Args:
-        corpus: Pairs that were read, with the splits of the run.
-
-    Returns:
-        The numbers of pairs and of lines, and the special tokens of the pairs.
+    The corpus was read, with the splits of the run. Return the numbers of pairs and lines, and the special tokens of the pairs.
     """
     recipe, sizes, scored, held_out, longest = corpus.recipe, Counter(), set(), set(), 0
     for split in (split for split in reversed(SPLITS) if split in corpus.splits):
@@ -80,10 +77,6 @@ def write_data(corpus: PairCorpus, folder: Path) -> dict[str, Any]:
 
 def _bar(recipe: Recipe, total: int | None, unit: str) -> ProgressBar:
     return progress_bar(total, unit, not recipe.disable_tqdm)
-
-
-def _as_json(source: str, target: str) -> str:
-    return json.dumps(dict(zip(SIDES, (source, target), strict=True)), ensure_ascii=False) + "\n"
 
 
 def word_odds(path: Path) -> Callable[[str], float]:
@@ -154,10 +147,7 @@ def sample_lines(
 def write_sources(folder: Path, stage: str, options: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Write a synthetic source for as many lines of the plain text as the time holds. A stopped file is continued.
 
-    Args:
-        folder: Folder of the stages, which has the plain text and the model `reverse`.
-        stage: Name of the stage, and of its file.
-        options: Options of the search.
+    The folder of the stages has the plain text and the model `reverse`. The stage names the file; the options are of the search.
     """
     generator, deadline = Generator.from_pretrained(folder / "reverse"), time.time() + seconds
     # Other characters than those of the pairs may be many tokens.

@@ -205,10 +205,9 @@ class _StagedRun:
 
     def _seconds(self, name: str) -> float:
         """Return the time of a stage: its share of the time that is left."""
-        left = {
-            other: fields["share"] for other, fields in self.stages.items() if other not in self.done or other == name
-        }
-        return max(1.0, self.deadline - time.time()) * left[name] / sum(left.values())
+        left = without(self.stages, self.done.keys() - {name})
+        total = sum(fields["share"] for fields in left.values())
+        return max(1.0, self.deadline - time.time()) * self.stages[name]["share"] / total
 
     def recipe_of(self, name: str) -> Recipe:
         """Return the recipe of a stage. Before the data are written, as in a dry run, it reads the files of the run."""
@@ -222,9 +221,8 @@ class _StagedRun:
         if "data" in self.done and not has_pairs:
             shared |= self._written_pairs(shared, name)
         if name == REVERSE:
-            shared = {
-                _EXCHANGED.get(field, field): value for field, value in without(shared, ["source_prefix"]).items()
-            }
+            shared = without(shared, ["source_prefix"])
+            shared = {_EXCHANGED.get(field, field): value for field, value in shared.items()}
         if (start := fields.pop("start", None)) is not None:
             shared = without(shared, _OF_WEIGHTS) | {"model_name_or_path": str(self.work / start)}
         is_finished = name == self.last and not self.seeds

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
@@ -39,9 +39,7 @@ class EarlyEnd(TrainerCallback):
     """Callback that ends training as soon as `is_due`, after an update that is evaluated and saved if the run does so."""
 
     has_ended = False
-
-    def is_due(self) -> bool:
-        raise NotImplementedError
+    is_due: Callable[[], bool]
 
     def on_step_end(self, args, state, control, **kwargs):
         EarlyEnd.on_evaluate(self, args, state, control)

@@ -157,9 +157,6 @@ def discard_surplus(run_dir: str | Path, limit: int | None, protected: Iterable[
         discard_checkpoint(checkpoint)
 
 
-# Progress
-
-
 def read_progress(checkpoint: str | Path, settings: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any] | None:
     """Return a checkpoint's `progress.json`, or None for a checkpoint of a plain Trainer, and compare it with the resumed run.
 

@@ -50,10 +50,7 @@ class PairCorpus:
     num_pairs = 0
 
     def __init__(
-        self,
-        recipe: Recipe,
-        arguments: Seq2SeqTrainingArguments,
-        longest: tuple[int | None, int | None] = (None, None),
+        self, recipe: Recipe, arguments: Seq2SeqTrainingArguments, longest: tuple[int | None, int | None] = (None, None)
     ):
         """Check that there is training data; `load` reads it. Default length limits above `longest` are lowered.
 
@@ -161,11 +158,7 @@ class PairCorpus:
         if not is_train and pairs.REJECTED_COLUMN in texts.column_names:
             texts = texts.remove_columns(pairs.REJECTED_COLUMN)
         encoded, report = encode_pairs(
-            texts,
-            tokenizers,
-            keep_text=not is_train or recipe.is_augmented,
-            report=self.reports.get(split),
-            **rules,
+            texts, tokenizers, keep_text=not is_train or recipe.is_augmented, report=self.reports.get(split), **rules
         )
         self.reports[split] = report
         logger.info("%s%s: %s", self.label, split, report)

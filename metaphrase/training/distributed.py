@@ -28,8 +28,6 @@ from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.storage.weight_files import weight_names
 from metaphrase.training.recipe.recipe import Recipe
 
-# Processes
-
 Value = TypeVar("Value")
 # A process waits as long as the first one works, and notices at once if that ends.
 _LONGEST_WAIT = timedelta(days=7)
@@ -141,8 +139,7 @@ def seed_process(arguments: TrainingArguments, accelerator: Accelerator) -> None
     # Processes that share a batch must drop alike.
     if arguments.process_index > 0 and is_data_parallel(arguments, accelerator):
         # Neither processes nor seeds share numbers.
-        state = np.random.SeedSequence([arguments.seed, arguments.process_index]).generate_state(1)
-        set_seed(state.item())
+        set_seed(np.random.SeedSequence([arguments.seed, arguments.process_index]).generate_state(1).item())
 
 
 def check_same_in_all(**facts: Any) -> None:

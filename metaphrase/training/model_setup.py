@@ -100,12 +100,9 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
         longer = recipe.usual_source_length, data.corpus.longest[1] or MAX_TOKENS_WITHOUT_POSITIONS
         # With this mark, transformers would not load settings that it does not know.
         vars(model.generation_config).update(zip(LONGER_SOURCES, longer, strict=True), _from_model_config=None)
-    has_adapter_dropout = recipe.lora_rank is not None and recipe.lora_dropout > 0
-    if (
-        recipe.r_drop_alpha
-        and not has_adapter_dropout
-        and not any(getattr(model.config, name, 1) for name in _DROPOUTS)
-    ):
+    has_dropout = any(getattr(model.config, name, 1) for name in _DROPOUTS)
+    has_dropout |= recipe.lora_rank is not None and recipe.lora_dropout > 0
+    if recipe.r_drop_alpha and not has_dropout:
         # Both passes would agree, at twice the cost.
         raise MetaphraseError(f"`r_drop_alpha` must come with a model whose {', '.join(_DROPOUTS)} are not all 0.")
     if recipe.freeze and recipe.freeze_steps is None:

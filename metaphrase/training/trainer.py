@@ -294,15 +294,11 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             arguments.dataloader_drop_last = drops_last
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        # The last batches of an epoch may hold repeated pairs.
-        if (
-            distributed.is_data_parallel(self.args, self.accelerator)
-            and self.max_tokens_per_batch is None
-            and hasattr(self.train_dataset, "__len__")
-            and not self.args.dataloader_drop_last
-            and self.accelerator.even_batches
-            and not self.accelerator.dispatch_batches
-        ):
+        has_rows = hasattr(self.train_dataset, "__len__") and self.max_tokens_per_batch is None
+        fills_up = self.accelerator.even_batches and not self.accelerator.dispatch_batches
+        is_parallel = distributed.is_data_parallel(self.args, self.accelerator)
+        if is_parallel and has_rows and fills_up and not self.args.dataloader_drop_last:
+            # The last batches of an epoch may hold repeated pairs.
             epoch_iterator = self._each_pair_once(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if isinstance(self.train_dataset, TokenBudgetStream):

@@ -21,17 +21,9 @@ MAX_HELP_LINES = 40
 COMMON_GROUP = "options of all subcommands"
 
 # Files of subcommands that share a file with another one.
-FILES = {"adapt": "convert", "average": "convert", "export": "convert"}
-FILES |= {
-    "shortlist": "filter",
-    "attention": "explain",
-    "distill": "backtranslate",
-    "embed": "classify",
-    "rerank": "classify",
-}
+FILES = dict.fromkeys(("adapt", "average", "export"), "convert") | dict.fromkeys(("embed", "rerank"), "classify")
+FILES |= {"shortlist": "filter", "attention": "explain", "distill": "backtranslate"}
 
-
-# Functions that add the options of a subcommand to a parser.
 _FUNCTIONS = (options.train, options.evaluate, options.generate, options.push, *(plugin("subcommands") or tuple)())
 SUBCOMMANDS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     function.__name__: function
@@ -128,9 +120,6 @@ def parse(subcommand: str, words: Sequence[str]) -> argparse.Namespace:
         if path not in (None, arguments.input) and Path(path).is_file() and Path(path).stat().st_size:
             raise MetaphraseError(f"`output` must be a new file, got {path!r}. Pass --overwrite, or --resume to go on.")
     return arguments
-
-
-# Options that several subcommands read
 
 
 def chosen_loading_options(arguments: argparse.Namespace) -> dict[str, Any]:

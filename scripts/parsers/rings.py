@@ -115,9 +115,8 @@ def distill(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", type=file, help="file with one reference in each line, for an input of sources")
     group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--select", choices=("bleu", "chrf"), help="write the target nearest to the reference [write all]"
-    )
+    text = "write the target nearest to the reference [write all]"
+    group.add_argument("--select", choices=("bleu", "chrf"), help=text)
     options.add_judge(group, "write the target with the best score")
     text = "also write the target with the worst score, as prompt, chosen and rejected"
     add("--preferences", action="store_true", help=text)

@@ -431,6 +431,5 @@ def rewrite_tokenizer(path: Path) -> None:
         return {"Regex": re.escape(fields["String"])} if fields.keys() == {"String"} else fields
 
     fields = json.loads(path.read_text(encoding="utf-8"))
-    steps = json.dumps(fields["pre_tokenizer"])
-    fields["pre_tokenizer"] = json.loads(steps, object_hook=use_regex)
+    fields["pre_tokenizer"] = json.loads(json.dumps(fields["pre_tokenizer"]), object_hook=use_regex)
     path.write_text(json.dumps(fields, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")

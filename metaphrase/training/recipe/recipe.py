@@ -151,8 +151,8 @@ class Recipe(fields.AllFields):
             # Names that TRL reads.
             for side, name in (("source_column", "prompt"), ("target_column", "chosen")):
                 options[side] = name if options[side] is None else options[side]
-        third = ("weight_column", "rejected_column")
-        options |= {name: getattr(self, name) if split == "train" else None for name in third}
+        of_training = ("weight_column", "rejected_column")
+        options |= {name: getattr(self, name) if split == "train" else None for name in of_training}
         options["line_too_long"] = "skip" if split == "train" and self.too_long != "error" else "error"
         return {**options, "max_samples": getattr(self, f"max_{split}_samples")}
 
