@@ -12,10 +12,10 @@ from source_files import FOLDERS, ROOT, SOURCES, TREES
 
 MAX_FILES_PER_FOLDER = 20
 # These numbers may fall, never grow.
-MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_RAISES = 33_000, 165, 430
+MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_RAISES = 33_000, 165, 400
 MAX_TEST_LINES = 29_750
 # Limits of the code that travels to the Hub beside the weights.
-MAX_HUB_LINES, MAX_HUB_FILES = 2_340, 10
+MAX_HUB_LINES, MAX_HUB_FILES = 2_260, 10
 FOLDERS_AT_THE_TOP = {*FOLDERS, "benchmarks", "docs", "tests"}
 LIBRARIES_OF_MODELING = {"torch", "transformers", "huggingface_hub"}
 # The packages in the order of the table: each may import those above it.
