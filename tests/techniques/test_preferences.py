@@ -14,6 +14,7 @@ from subcommands import execute
 from tiny_generator import tiny_pair
 from tiny_models import DESIGNS, MERGED, tiny_model
 from torch.nn.functional import logsigmoid
+from weighted_targets import gradient, log_probs_alone, weighted_loss
 
 from metaphrase.choices.completion import complete
 from metaphrase.data.collators import PackedCollator, PairCollator
@@ -24,7 +25,6 @@ from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.techniques.preferences import REFERENCE_NAME, PreferenceTraining, preference_of
 from metaphrase.techniques.rewards import rows_of
 from metaphrase.training.recipe.recipe import Recipe, load_recipe
-from metaphrase.training.training_loss import TrainingLoss, weights_of_labels
 
 PREFERENCES = [
     ([5, 9, 7, 4, 2], ((4, 5, 2), (9, 2))),
@@ -50,12 +50,6 @@ def begin(training, model, folder):
     return training
 
 
-def log_probs_alone(model, source, targets):
-    """Log-probabilities of targets, each in a padded batch of its own, with their graph."""
-    outputs = [model(input_ids=torch.tensor([source]), labels=torch.tensor([ids])).loss * len(ids) for ids in targets]
-    return -torch.stack(outputs)
-
-
 def plain_loss(model, first, loss, share):
     """Sum of the losses of all pairs as the papers write them, and beta times their margins."""
     losses, margins = [], []
@@ -79,20 +73,6 @@ def plain_loss(model, first, loss, share):
         losses.append((1 - share) * value - share * chosen / sizes[0])
         margins.append(margin.item())
     return sum(losses), margins
-
-
-def gradient(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
-
-
-def weighted_loss(model, batch):
-    inputs = {name: value for name, value in batch.items() if name != "weight"}
-    weights = weights_of_labels(batch)
-    return model(
-        **inputs, loss_of_states=lambda *parts: TrainingLoss()(*parts, label_weights=weights), num_items_in_batch=1
-    ).loss
 
 
 @pytest.mark.parametrize("design", ["rotary", "relative", "merged"])

@@ -9,6 +9,7 @@ from small_experiments import read_log, train
 from small_trainers import make_trainer, small_pairs
 from tiny_generator import tiny_pair
 from tiny_models import DESIGNS, MERGED, tiny_model
+from weighted_targets import gradient, log_probs_alone, weighted_loss
 
 from metaphrase.analysis.judges import Judge
 from metaphrase.data.collators import PackedCollator, PairCollator
@@ -17,7 +18,6 @@ from metaphrase.inference import decode
 from metaphrase.techniques import rewards
 from metaphrase.techniques.rewards import WEIGHTS, RewardTraining, pack, target_log_probs, unpack
 from metaphrase.training.recipe.recipe import Recipe
-from metaphrase.training.training_loss import TrainingLoss, weights_of_labels
 
 END, LENGTH = 2, 3
 TOY = {"vocab_size": 5, "hidden_size": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
@@ -41,32 +41,6 @@ REWARDS = np.array([math.sin(7 * sum((place + 2) * token for place, token in enu
 
 def toy():
     return tiny_model(**TOY).double()
-
-
-def log_probs_alone(model, source, targets):
-    """Log-probabilities of targets, each in a padded batch of its own, with their graph."""
-    values = []
-    for ids in targets:
-        output = model(input_ids=torch.tensor([source]), labels=torch.tensor([ids]))
-        values.append(-output.loss * len(ids))
-    return torch.stack(values)
-
-
-def gradient(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
-
-
-def weighted_loss(model, batch):
-    """The loss that the trainer computes for a batch with weights."""
-    inputs = {name: value for name, value in batch.items() if name != "weight"}
-    options = {"label_weights": weights_of_labels(batch)}
-
-    def loss(*arguments):
-        return TrainingLoss()(*arguments, **options)
-
-    return model(**inputs, loss_of_states=loss, num_items_in_batch=1).loss
 
 
 def test_risk_is_the_exact_one():
