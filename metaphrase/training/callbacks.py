@@ -210,7 +210,8 @@ class ProgressLog(TrainerCallback):
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" in logs:
-            self.note = f"loss {float(logs['loss']):.3g}"
+            shown = (name for name in ("loss", "reward", "rewards/accuracies") if name in logs)
+            self.note = ", ".join(f"{name} {float(logs[name]):.3g}" for name in shown)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
