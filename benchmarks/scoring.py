@@ -30,7 +30,7 @@ from metaphrase.inference import Generator
 SIZES = {"vocab_size": 32_000, "d_model": 512, "d_kv": 64, "num_heads": 6, "d_ff": 1024, "num_layers": 8}
 MEDIAN, SPREAD, RANGE = 12, 0.6, (3, 160)
 TOKEN = 10
-# Those of `metaphrase classify` and of judges.
+# Sizes that `metaphrase classify` and judges have by default.
 BATCH_SIZE, MAX_TOKENS = 64, 8192
 TOLERANCE = 1e-4
 

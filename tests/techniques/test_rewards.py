@@ -136,7 +136,7 @@ def test_batch_is_read_back():
 
 def make_reward(monkeypatch, score, **fields):
     monkeypatch.setattr(rewards, "load_reward", lambda name: Judge(name, score, False))
-    recipe = Recipe.from_mapping({"train_file": "train.tsv", "reward": "some", "num_candidates": 4, **fields}, "a test")
+    recipe = Recipe.from_mapping({"train_file": "train.tsv", "reward": "any:score", "num_candidates": 4, **fields}, "a test")
     return RewardTraining(recipe, tiny_pair())
 
 

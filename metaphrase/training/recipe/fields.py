@@ -8,6 +8,7 @@ import functools
 import itertools
 import logging
 import operator
+import os
 import re
 import types
 import typing
@@ -364,6 +365,10 @@ def check_recipe(recipe: Any) -> None:
         for name in ("tokenizer_kind", "target_tokenizer_kind"):
             rule = f"be one of {', '.join(SAMPLED_KINDS)} with `subword_sampling`"
             require(getattr(recipe, name) in (None, *SAMPLED_KINDS), name, rule)
+    # A wrong name would be noticed after the pairs are read.
+    is_judge = recipe.reward is not None and (re.search("[:/]", recipe.reward) or os.path.exists(recipe.reward))
+    rule = f"be one of {', '.join(METRICS)}, the folder of a judge, or package.module:function"
+    require(recipe.reward in (None, *METRICS) or is_judge, "reward", rule)
     is_fair = recipe.candidates == "sample" or recipe.reward_loss == "risk"
     require(is_fair, "candidates", "be sample, unless `reward_loss` is risk")
     can_smooth = recipe.rejected_column is None or not recipe.label_smoothing_factor
