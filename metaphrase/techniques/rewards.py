@@ -170,8 +170,7 @@ class RewardTraining(TrainerCallback):
             if np.ptp(values) > 0:
                 for ids, weight in zip(row, WEIGHTS[self.recipe.reward_loss](values, of_row), strict=True):
                     weights[ids] += (1 - share) * weight
-            if share:
-                weights[reference] += share
+            weights[reference] += share
             targets.append({ids: weight for ids, weight in weights.items() if weight})
         if not any(np.ptp(values) > 0 for values in rewards) and not self.has_warned:
             logger.warning("The candidates of each source of a batch have equal rewards by %s.", self.recipe.reward)

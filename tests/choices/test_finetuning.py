@@ -128,6 +128,11 @@ def test_time_shortens_the_run(seconds):
     assert recipe.max_steps == updates and total == 10 * updates
     assert ("of them fit into the time" in text) is (seconds is not None)
     assert recipe.warmup_steps == updates // 10 and recipe.lr_scheduler_type == "cosine"
+    for name, value in (("reward", "bleu"), ("rejected_column", 2)):
+        changed, _ = rules.choose_finetuning(
+            before.replace(**{name: value}), tokens, T5Config(), 1, rules.StepCost(1.0), None
+        )
+        assert changed.learning_rate == pytest.approx(recipe.learning_rate / 10, rel=0.05)
 
 
 def test_several_devices_have_larger_updates_with_a_higher_rate():

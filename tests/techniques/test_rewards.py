@@ -125,6 +125,18 @@ def test_candidates_come_with_their_log_probabilities(candidates, monkeypatch):
     assert np.concatenate(log_probs).tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+def test_weights_of_equal_candidates_add_up_beside_the_reference(monkeypatch):
+    first, second, reference = (5, 2), (7, 2), (9, 2)
+    reward = make_reward(monkeypatch, None, cross_entropy_share=0.25)
+    monkeypatch.setattr(reward, "_candidates", lambda *_: ([[first, first, second], [second] * 3], [None] * 2))
+    monkeypatch.setattr(reward, "_rewards", lambda *_: [np.array([1.0, 1.0, 0.0]), np.ones(3)])
+    pairs = [{"input_ids": source, "labels": [*reference]} for source in ([4, 6, 2], [8, 2])]
+    batch = reward(tiny_model(), PairCollator(0)(pairs))
+    # By hand: the mean of the other rewards is 1/2, 1/2 and 1. Equal rewards of a source leave its reference alone.
+    assert batch["weight"].tolist() == pytest.approx([0.75 * 2 * (1 - 0.5) / 3, 0.75 * (0 - 1) / 3, 0.25, 0.25])
+    assert batch["labels"][0].tolist() == [*first, *second, *reference, *reference]
+
+
 def test_batch_is_read_back():
     pairs = small_pairs(5)
     rows = [(pair["input_ids"], tuple(pair["labels"])) for pair in pairs]
@@ -136,7 +148,9 @@ def test_batch_is_read_back():
 
 def make_reward(monkeypatch, score, **fields):
     monkeypatch.setattr(rewards, "load_reward", lambda name: Judge(name, score, False))
-    recipe = Recipe.from_mapping({"train_file": "train.tsv", "reward": "any:score", "num_candidates": 4, **fields}, "a test")
+    recipe = Recipe.from_mapping(
+        {"train_file": "train.tsv", "reward": "any:score", "num_candidates": 4, **fields}, "a test"
+    )
     return RewardTraining(recipe, tiny_pair())
 
 
