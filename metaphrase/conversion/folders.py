@@ -13,7 +13,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, WEIGHTS_INDE
 
 from metaphrase.conversion import checkpoints
 from metaphrase.conversion.families import FAMILIES
-from metaphrase.conversion.families.family import ENCODER_EMBEDDING, HEAD, Counterpart, Family, refuse_obstacles
+from metaphrase.conversion.families.family import ENCODER_EMBEDDING, HEAD, Counterpart, Family, refuse_obstacles, rename
 from metaphrase.conversion.marian import MARIAN_FILE, find_model_file, read_marian, write_marian
 from metaphrase.errors import MetaphraseError
 from metaphrase.modeling import MetaphraseConfig
@@ -171,9 +171,12 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     # Options in the way are named before weights are checked.
     config = MetaphraseConfig.from_pretrained(folder)
     fields = family.write_config(config)
-    theirs = CONFIG_MAPPING[family.name](dtype=config.dtype, **fields)
     kind = checkpoints.kind_of_class(config.architectures)
-    if type(theirs) not in _CLASSES[kind] or (family.name.startswith("t5gemma") and kind == "ForTokenClassification"):
+    if kind in ("ForTokenClassification", "EncoderModel"):
+        fields["is_encoder_decoder"] = False
+    theirs = CONFIG_MAPPING[family.name](dtype=config.dtype, **fields)
+    # A T5Gemma 2 labels tokens with its decoder.
+    if type(theirs) not in _CLASSES[kind] or (family.name == "t5gemma2" and kind == "ForTokenClassification"):
         raise MetaphraseError(
             f"`to` must be a family with such a head, got {family.name!r} for {config.architectures}."
         )
@@ -200,11 +203,12 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     sources = {theirs: stored[name] for theirs, name in sources.items() if name in stored}
     # The last ones are tied or recomputed by default, but not in this model.
     heads = [] if config.tie_word_embeddings or kind else [embeddings[HEAD][0]]
+    part = family.prefix if kind == "EncoderModel" else ""
     their_names = [name.replace(*family.file_name) for name in checkpoints.stored_names(their_skeleton)]
-    named = {name.removeprefix(_PART) for name in their_names}
+    named = {part + name.removeprefix(_PART) for name in their_names}
     planned = {}
     for name in [*their_names, *(name for name in dict.fromkeys([*by_name, *heads]) if name not in named)]:
-        original = name.removeprefix(_PART).replace(*family.copy_name)
+        original = part + name.removeprefix(_PART).replace(*family.copy_name)
         if (our_name := sources.get(original)) is not None:
             counterpart = by_name.get(original, Counterpart(original))
             nbytes = weights.kinds[our_name].nbytes
@@ -226,7 +230,7 @@ def _full_name(name: str) -> str:
 def _counterpart(family: Family, name: str, config: MetaphraseConfig) -> Counterpart:
     """Return the family's weight for one of ours, which may belong to a head."""
     if name.startswith(_HEADS):
-        return Counterpart(name.replace(*family.head_name))
+        return Counterpart(rename(name, family.head_names))
     return family.counterpart(name, config)
 
 

@@ -19,7 +19,7 @@ CLASSES = {
 }
 CASES = [(family, kind) for family in T5_FAMILIES for kind in CLASSES]
 CASES += [(family, "texts") for family in (*BART_FAMILIES, "t5gemma")]
-CASES += [("bart", "answers"), ("mbart", "answers")]
+CASES += [("bart", "answers"), ("mbart", "answers"), ("t5gemma", "tokens"), ("t5gemma", "encoder")]
 LENGTH = 9
 
 
@@ -39,6 +39,7 @@ def their_config(family, kind, rng):
         stack |= {"max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
         fields = {"encoder": stack, "decoder": dict(stack), "num_labels": labels, "classifier_dropout_rate": 0.1}
         fields |= {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+        fields["is_encoder_decoder"] = kind == "texts"
     return transformers.AutoConfig.for_model(family, **fields)
 
 
@@ -74,6 +75,8 @@ def test_heads_equal_those_of_transformers(family, kind, tmp_path):
         ids[row, length - 1] = config.eos_token_id
     inputs = {"input_ids": ids, "attention_mask": (ids != config.pad_token_id).long()}
     labels = labels_for(kind, config, rng)
+    if kind == "tokens":
+        labels["labels"].masked_fill_(ids == config.pad_token_id, -100)
     outputs = [model(**inputs, **labels) for model in (ours, theirs)]
     names = {"answers": ("start_logits", "end_logits"), "encoder": ("last_hidden_state",)}.get(kind, ("logits",))
     is_text = inputs["attention_mask"].bool()

@@ -85,10 +85,10 @@ class Family:
     # A head that classifies texts has its own check.
     free |= {"classifier_hidden_layer", "classifier_pooling"}
     module_names: Mapping[str, str] = {}
-    # Our fields of a head that classifies texts, their field of its dropout, and our and their name of its weights.
+    # Our fields of a head that classifies texts, their field of its dropout, and our and their names of the weights of heads.
     classifier: Mapping[str, Any] = {"classifier_hidden_layer": True, "classifier_pooling": "eos"}
     classifier_dropout = "classifier_dropout"
-    head_name = ("", "")
+    head_names: Mapping[str, str] = {}
     # A part of the names of their class, and that of a checkpoint; a part of the names of copies, and that of their originals.
     file_name = copy_name = ("", "")
 

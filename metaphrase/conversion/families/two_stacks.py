@@ -188,7 +188,7 @@ class T5Gemma(TwoStacks):
     prefix = "model."
     classifier = {"classifier_hidden_layer": False, "classifier_pooling": "last"}
     classifier_dropout = "classifier_dropout_rate"
-    head_name = ("classification_head", "score")
+    head_names = {"classification_head": "score", "classifier": "score.out_proj"}
     free = TwoStacks.free | {"position_offset"}
     variable_fields = frozenset(("decoder_hidden_size", "decoder_num_key_value_heads", "attention_scale"))
     variable_fields |= {"encoder_layer_types", "decoder_layer_types"}
