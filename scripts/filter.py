@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def main(arguments: argparse.Namespace) -> None:
     check_dependents(arguments, forward_model="backward_model", backward_model="forward_model")
     check_dependents(arguments, metric="worst_score", worst_score="metric")
-    names = ("file", "source_column", "target_column", "max_line_characters")
+    names = ("file", "source_column", "target_column", "weight_column", "max_line_characters")
     files = {"source_file": arguments.source, "target_file": arguments.target}
     source = PairSource(**files, **given_options(arguments, names))
     if check_outputs(arguments, source.paths):
@@ -84,8 +84,10 @@ def chosen_settings(arguments: argparse.Namespace) -> FilterSettings:
 def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
     """Check the outputs before any work. Return True if `resume` is given, and all outputs are newer than the inputs."""
     outputs = arguments.output
-    if len(outputs) > 2 or (len(outputs) == 1 and not outputs[0].removesuffix(".gz").endswith((".tsv", ".jsonl"))):
-        raise MetaphraseError(f"`output` must be a .tsv or .jsonl file, or two text files, got {' '.join(outputs)!r}.")
+    is_pairs = len(outputs) == 1 and outputs[0].removesuffix(".gz").endswith((".tsv", ".jsonl"))
+    if not is_pairs and (len(outputs) != 2 or arguments.weight_column is not None):
+        second_form = "" if arguments.weight_column is not None else ", or two text files"
+        raise MetaphraseError(f"`output` must be a .tsv or .jsonl file{second_form}, got {' '.join(outputs)!r}.")
     paths = [Path(path) for path in (*outputs, arguments.rejected, arguments.report) if path is not None]
     names = [str(path.resolve()) for path in (*paths, *map(Path, inputs))]
     for path in paths:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from metaphrase.data.pairs import PROBLEMS, SIDES, PairProblem, PairSource, Record
+from metaphrase.data.pairs import PROBLEMS, SIDES, WEIGHT_COLUMN, PairProblem, PairSource, Record
 from metaphrase.errors import MetaphraseError
 from metaphrase.filtering.alignment import MAX_PAIRS, MIN_PAIRS, AlignmentModel
 from metaphrase.filtering.rules import RULES, FilterSettings, Pair, PairRules, load_detector, normalize
@@ -63,18 +63,18 @@ def add_texts(texts: Iterable[str], runs: list[np.ndarray], most: int) -> tuple[
     return is_new, hashes[is_new].tobytes()
 
 
-def tsv_line(*texts: str) -> str:
+def tsv_line(*values: Any) -> str:
     """Return a line of a .tsv file. Tabs and line breaks inside a text become spaces."""
-    return "\t".join(text.translate(_TSV_BREAKS) for text in texts) + "\n"
+    return "\t".join(str(value).translate(_TSV_BREAKS) for value in values) + "\n"
 
 
 def pair_formatter(output: str | None, names: Sequence[str] = SIDES) -> Callable[..., str]:
-    """Return the function that formats texts for a file, .tsv or .jsonl; `None` is standard output, which takes tabs."""
+    """Return the function that formats values for a file, .tsv or .jsonl; `None` is standard output, which takes tabs."""
     if output is not None and not output.endswith((".tsv", ".jsonl")):
         raise MetaphraseError(f"`output` must end in .tsv or .jsonl, got {output!r}.")
     if output is None or output.endswith(".tsv"):
         return tsv_line
-    return lambda *texts: json.dumps(dict(zip(names, texts, strict=True)), ensure_ascii=False) + "\n"
+    return lambda *values: json.dumps(dict(zip(names, values, strict=True)), ensure_ascii=False) + "\n"
 
 
 class PairFilter:
@@ -113,7 +113,7 @@ class PairFilter:
             if isinstance(record, PairProblem):
                 verdicts.append((record.kind, (record.message, "")))
                 continue
-            pair = (normalize(record[0]), normalize(record[1])) if settings.normalize else tuple(record)
+            pair = (normalize(record[0]), normalize(record[1])) if settings.normalize else tuple(record[:2])
             rule, forms = self._rules.broken_rule(*pair)
             verdicts.append((rule, pair))
             if not rule:
@@ -151,6 +151,8 @@ class PairFilter:
 def sample_pairs(records: Iterable[Record], most: int, name: str = "The corpus") -> tuple[int, list[Pair]]:
     """Return the number of records, and at most so many pairs drawn at random, in random order (Vitter 1985, algorithm R).
 
+    The pairs have no weights.
+
     Raises:
         MetaphraseError: If there is no pair. The message has the name and the first problem.
     """
@@ -162,9 +164,9 @@ def sample_pairs(records: Iterable[Record], most: int, name: str = "The corpus")
             continue
         num_pairs += 1
         if len(sample) < most:
-            sample.append(record)
+            sample.append(record[:2])
         elif (index := int(generator.random() * num_pairs)) < most:
-            sample[index] = record
+            sample[index] = record[:2]
     if not sample:
         raise MetaphraseError(f"{name} must hold at least one pair, got none in {num_records:,} records.{problem}")
     generator.shuffle(sample)
@@ -283,7 +285,7 @@ def filter_pairs(
     """Write the pairs that break no rule, and return the report of `count_verdicts`.
 
     Args:
-        outputs: One file of pairs, `.tsv` or `.jsonl`, or two text files; each may end in `.gz`.
+        outputs: One file of pairs, `.tsv` or `.jsonl`, with their weights, or two text files; each may end in `.gz`.
         rejected: TSV file for the dropped pairs: rule, source, target.
         shard: Number of the part of the pairs to filter, from 1, and number of parts. Each run learns from all pairs, but knows
             only the duplicates in its part.
@@ -306,7 +308,8 @@ def filter_pairs(
             if result["read"]:
                 logger.info("Resuming %s at pair %d.", outputs[0], result["read"] + 1)
             is_parallel = len(outputs) == 2
-            format_pair = tsv_line if is_parallel else pair_formatter(files["output_0"].name.removesuffix(".gz"))
+            names = (*SIDES, WEIGHT_COLUMN)[: len(source.columns)]
+            format_pair = tsv_line if is_parallel else pair_formatter(files["output_0"].name.removesuffix(".gz"), names)
             runs = [[np.sort(np.fromfile(folder.path / name, dtype=np.uint64))] for name in _HASHES]
             records = itertools.islice(source.records(), part.start + result["read"], part.stop)
             with progress_bar(len(part), "pairs", show_progress, result["read"]) as bar:
@@ -314,7 +317,9 @@ def filter_pairs(
                 while chunk := list(itertools.islice(records, size)):
                     verdicts, *hashes = pair_filter.decide(chunk, *runs)
                     count_verdicts(result, verdicts)
-                    pairs = [pair for rule, pair in verdicts if not rule]
+                    decided = zip(chunk, verdicts, strict=True)
+                    # The last value is a weight.
+                    pairs = [(*pair, *record[2:]) for record, (rule, pair) in decided if not rule]
                     lines = {"output_0": "".join(itertools.starmap(format_pair, pairs))}
                     if is_parallel:
                         lines = {f"output_{side}": as_lines(pair[side] for pair in pairs) for side in (0, 1)}

@@ -92,6 +92,7 @@ _SHARED: dict[str, tuple] = {
     "seed": (int, 42, "random seed for sampling"),
     "source_column": (column, None, _COLUMN.format("source")),
     "target_column": (column, None, _COLUMN.format("target")),
+    "weight_column": (column, None, _COLUMN.format("weight") + ", which the output keeps"),
     "source_lang": (str, None, "source language of a multilingual model, such as eng_Latn", {"metavar": "CODE"}),
     "target_lang": (str, None, "target language of a multilingual model, such as eng_Latn", {"metavar": "CODE"}),
     "source_prefix": (str, "", "text before every source, such as 'summarize: '"),

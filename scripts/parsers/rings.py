@@ -92,7 +92,7 @@ def filter(parser: argparse.ArgumentParser) -> None:
     options.add_judge(group, "score of a pair without a reference")
     group.add_argument("--worst_score", type=float, help="score of the worst pair to keep")
     group = parser.add_argument_group("columns, lines and parts")
-    options.add_shared(group, *options.COLUMNS)
+    options.add_shared(group, *options.COLUMNS, "weight_column")
     text = "most characters of a line; longer lines are dropped"
     group.add_argument("--max_line_characters", type=int, default=100_000, help=text)
     options.add_shared(group, "shard")

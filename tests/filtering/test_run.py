@@ -66,6 +66,16 @@ def test_pairs_that_cannot_be_read_are_dropped_and_counted(tmp_path):
     assert len(lines) == 4 and lines[-1] == "A dog sleeps.\tUn perro  duerme."
 
 
+def test_weights_stay_with_their_pairs(tmp_path):
+    (tmp_path / "pairs.tsv").write_text("A dog.\tUn perro.\t0.5\nA cat.\tA cat.\t1\nA cat.\tUn gato.\t2\n")
+    source = PairSource(file=tmp_path / "pairs.tsv", source_column=0, target_column=1, weight_column=2)
+    for name in ("clean.tsv", "clean.jsonl"):
+        filter_pairs(source, [tmp_path / name], FilterSettings(rules=["copy"]))
+    assert (tmp_path / "clean.tsv").read_text("utf-8") == "A dog.\tUn perro.\t0.5\nA cat.\tUn gato.\t2.0\n"
+    again = PairSource(file=tmp_path / "clean.jsonl", weight_column="weight")
+    assert [*again.pairs()] == [("A dog.", "Un perro.", 0.5), ("A cat.", "Un gato.", 2.0)]
+
+
 @pytest.mark.parametrize("suffix", [".tsv", ".jsonl.gz", ".txt"])
 def test_every_format_is_read_again_as_the_same_pairs(source, tmp_path, suffix):
     outputs = [tmp_path / f"clean{suffix}"] if suffix != ".txt" else [tmp_path / "clean.en", tmp_path / "clean.es.gz"]
