@@ -251,7 +251,7 @@ class _StagedRun:
             if is_joint and "lora_rank" not in shared:
                 tokens = [*tokens, plain_text.TAG]
                 is_new = not {"tokenizer_name_or_path", "model_name_or_path"} & shared.keys()
-                fields |= {"joint_vocabulary": True} if is_new else {}
+                fields |= {"suppress_tokens": [plain_text.TAG], **({"joint_vocabulary": True} if is_new else {})}
         return fields | ({"additional_special_tokens": tokens} if tokens else {})
 
     def _join(self, experiment: Experiment) -> dict:

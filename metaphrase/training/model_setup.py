@@ -94,6 +94,9 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
             # transformers' value for a tokenizer that declares none.
             if tokenizer.model_max_length >= VERY_LARGE_INTEGER:
                 tokenizer.model_max_length = positions
+    if recipe.suppress_tokens:
+        never = {*tokenizers.target.convert_tokens_to_ids(recipe.suppress_tokens)}
+        model.generation_config.suppress_tokens = sorted(never.union(model.generation_config.suppress_tokens or ()))
     # By default, generate() stops at 20 tokens.
     set_generation_config(model, recipe, recipe.generation_max_length or data.corpus.limits[1] + 1, languages)
     if recipe.usual_source_length is not None:

@@ -4,6 +4,7 @@ import pytest
 from safetensors.torch import load_file
 from small_runs import SMALL
 
+from metaphrase.inference import Generator
 from metaphrase.scripts import train
 from metaphrase.storage.folders import members_of
 from metaphrase.techniques import plain_text, stages
@@ -59,7 +60,9 @@ def test_plain_text_becomes_pairs(words, tmp_path, monkeypatch):
     assert mixture == [*tagged, *times * rows(stages / "train.jsonl")] and times == max(1, round(len(tagged) / 10))
     # The sides of the first model are exchanged, and only the last one is scored on the test pairs.
     assert TokenizerPair.from_pretrained(stages / "reverse").source.tokenize("<BT>") != ["<BT>"]
-    assert TokenizerPair.from_pretrained(tmp_path / "run").source.tokenize("<BT>") == ["<BT>"]
+    generator = Generator.from_pretrained(tmp_path / "run")
+    tokenizer, settings = generator.tokenizers.source, generator.model.generation_config
+    assert tokenizer.tokenize("<BT>") == ["<BT>"] == tokenizer.convert_ids_to_tokens(settings.suppress_tokens)
     assert state["reverse"]["scores"]["exact_match"]["num_examples"] == 2
     assert result["data"]["split"] == "test" and result["data"]["num_train"] == len(mixture)
     saved = saved_recipe(stages / "reverse" / "recipe.yaml")

@@ -187,6 +187,7 @@ class OwnFields(BaseModel):
     choose_decoding: bool = _evaluation("Compare beams and length penalties on validation pairs at the end.", False)
     no_repeat_ngram_size: int | None = _evaluation("N-grams that may not repeat.", **_limits("no_repeat_ngram_size"))
     repetition_penalty: float | None = _evaluation("Penalty of earlier tokens.", **_limits("repetition_penalty"))
+    suppress_tokens: Names | None = _evaluation("Tokens that the model never generates, such as tags of sources.")
     max_decoded_samples: int | None = _evaluation("Validation pairs to decode during training [all].", ge=1)
     early_stopping_patience: int | None = _evaluation("Evaluations without a better score before training stops.", ge=1)
 
