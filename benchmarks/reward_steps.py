@@ -56,7 +56,13 @@ def measure(folder: str, arguments: argparse.Namespace) -> dict:
     steps = {"cross_entropy": lambda: learn(model, batch)}
     made = {}
     for loss in arguments.loss:
-        fields = {"train_file": arguments.pairs, "reward": "bleu", "reward_loss": loss, "bf16": True}
+        fields = {
+            "train_file": arguments.pairs,
+            "model_name_or_path": folder,
+            "reward": "bleu",
+            "reward_loss": loss,
+            "bf16": True,
+        }
         make = RewardTraining(Recipe.from_mapping(fields, "this benchmark"), generator.tokenizers)
 
         def draw(make=make, loss=loss):

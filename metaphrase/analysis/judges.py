@@ -57,11 +57,11 @@ class Judge:
             columns = [list(column) for column in zip(*part, strict=True)]
             scores = [float(value) for value in self.score(*columns[:2], None if references is None else columns[2])]
             if len(scores) != len(part):
-                raise MetaphraseError(f"`metric` {self.name} must return {len(part)} scores, got {len(scores)}.")
+                raise MetaphraseError(f"The judge {self.name} must return {len(part)} scores, got {len(scores)}.")
             for row, value in zip(part, scores, strict=True):
                 if not math.isfinite(value):
                     raise MetaphraseError(
-                        f"`metric` {self.name} must return finite scores, got {value} for {row[1]!r}."
+                        f"The judge {self.name} must return finite scores, got {value} for {row[1]!r}."
                     )
             self._known.update(zip(part, scores, strict=True))
         values = np.array([self._known[row] for row in rows])
@@ -97,12 +97,12 @@ def load_judge(name: str, show_progress: bool | None = None, **loading: Any) -> 
         try:
             function = getattr(importlib.import_module(module), function_name)
         except (ImportError, AttributeError) as error:
-            raise MetaphraseError(f"`metric` must name a module and its function, got {name!r}: {error}.") from error
+            raise MetaphraseError(f"A judge must name a module and its function, got {name!r}: {error}.") from error
         return Judge(function_name, function, bool(getattr(function, "lower_is_better", False)))
     generator = Generator.from_pretrained(name, engine="torch", **loading)
     token = generator.tokenizers.source.convert_tokens_to_ids(_TOKEN)
     if token in (None, generator.tokenizers.source.unk_token_id):
-        raise MetaphraseError(f"`metric` must be a MetricX model, whose tokenizer has {_TOKEN}, got {name!r}.")
+        raise MetaphraseError(f"A judge must be a MetricX model, whose tokenizer has {_TOKEN}, got {name!r}.")
     origin = (read_fields(Path(name) / "conversion.json") or {}).get("source", "")
     is_early = re.search(r"metricx[-_]?23", f"{Path(name).name} {origin}", re.IGNORECASE)
     with_reference, without, most = _PROMPTS["23" if is_early else "24"]

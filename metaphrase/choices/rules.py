@@ -283,8 +283,9 @@ def choose_batches(
     budget = tokens_per_update(recipe, tokens)
     if not recipe.is_open(*BATCH_SIZES):
         return recipe, budget, cost
-    # A short run gains more by updates than by the tokens of each.
-    smallest, reason = max(QUICK_BATCH, _power_of_two(tokens.longest)), f"an epoch has {tokens.both:,} tokens"
+    # A short run gains more by updates than by the tokens of each. With a reward, each source has several targets.
+    quick = QUICK_BATCH if recipe.reward is None else QUICK_BATCH // 4
+    smallest, reason = max(quick, _power_of_two(tokens.longest)), f"an epoch has {tokens.both:,} tokens"
     smallest *= tokens.devices
     while possible_updates(cost, seconds) < wanted and budget >= 2 * smallest:
         budget, cost = budget // 2, StepCost(cost.seconds / 2, max(1, cost.batches // 2))

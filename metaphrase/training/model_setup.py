@@ -98,7 +98,11 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
         never = {*tokenizers.target.convert_tokens_to_ids(recipe.suppress_tokens)}
         model.generation_config.suppress_tokens = sorted(never.union(model.generation_config.suppress_tokens or ()))
     # By default, generate() stops at 20 tokens.
-    set_generation_config(model, recipe, recipe.generation_max_length or data.corpus.limits[1] + 1, languages)
+    longest = data.corpus.limits[1] + 1
+    if recipe.reward is not None:
+        # Sources may have no references.
+        longest = max(longest, model.generation_config.max_length or 0)
+    set_generation_config(model, recipe, recipe.generation_max_length or longest, languages)
     if recipe.usual_source_length is not None:
         longer = recipe.usual_source_length, data.corpus.longest[1] or MAX_TOKENS_WITHOUT_POSITIONS
         # With this mark, transformers would not load settings that it does not know.

@@ -129,7 +129,7 @@ def test_equal_texts_are_scored_once(module, monkeypatch):
 
 @pytest.mark.parametrize("name", ["own_scores:missing", "no_such_module:score"])
 def test_a_function_that_is_missing_is_named(name, module):
-    with pytest.raises(ValueError, match=f"`metric` must name a module and its function, got '{name}'"):
+    with pytest.raises(ValueError, match=f"A judge must name a module and its function, got '{name}'"):
         load_judge(name)
 
 

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from small_experiments import read_log, train
+from small_experiments import ONE_STEP, read_log, train
 from small_trainers import make_trainer, small_pairs
 from tiny_generator import tiny_pair
 from tiny_models import DESIGNS, MERGED, tiny_model
@@ -149,7 +149,8 @@ def test_batch_is_read_back():
 def make_reward(monkeypatch, score, **fields):
     monkeypatch.setattr(rewards, "load_reward", lambda name: Judge(name, score, False))
     recipe = Recipe.from_mapping(
-        {"train_file": "train.tsv", "reward": "any:score", "num_candidates": 4, **fields}, "a test"
+        {"train_file": "train.tsv", "model_name_or_path": "base", "reward": "any:score", "num_candidates": 4, **fields},
+        "a test",
     )
     return RewardTraining(recipe, tiny_pair())
 
@@ -201,13 +202,20 @@ def scores(tmp_path, monkeypatch):
     return "scores_of_test"
 
 
+@pytest.fixture(scope="module")
+def base(corpus_folder, tmp_path_factory):
+    """A run of one optimizer step."""
+    train(corpus_folder, folder := tmp_path_factory.mktemp("rewards") / "base", **ONE_STEP)
+    return {"model_name_or_path": str(folder)}
+
+
 FIELDS = {"learning_rate": 0.01, "num_candidates": 4, "cross_entropy_share": 0.1, "label_smoothing_factor": 0.0}
 FIELDS |= {"max_steps": 12, "save_steps": 6, "logging_steps": 1, "eval_strategy": "no", "test_file": None, "seed": 2}
 
 
 @pytest.mark.parametrize("loss", WEIGHTS)
-def test_reward_rises_and_a_resumed_run_is_equal(loss, scores, data, tmp_path):
-    fields = {**FIELDS, "reward": f"{scores}:num_vowels", "reward_loss": loss, "save_total_limit": 9}
+def test_reward_rises_and_a_resumed_run_is_equal(loss, scores, data, base, tmp_path):
+    fields = {**FIELDS, **base, "reward": f"{scores}:num_vowels", "reward_loss": loss, "save_total_limit": 9}
     train(data, tmp_path / "run", **fields)
     logged = [entry["reward"] for entry in read_log(tmp_path / "run", "reward")]
     assert len(logged) == 12 and sum(logged[6:]) / 6 > sum(logged[:3]) / 3 + 0.3
@@ -220,12 +228,12 @@ def test_reward_rises_and_a_resumed_run_is_equal(loss, scores, data, tmp_path):
 
 
 @pytest.mark.parametrize(("score", "rule"), [("not_a_number", "finite scores, got nan"), ("too_few", "scores, got 1")])
-def test_a_wrong_score_ends_the_run(score, rule, scores, data, tmp_path):
-    with pytest.raises(ValueError, match=f"`metric` {score} must return .*{rule}"):
-        train(data, tmp_path / "run", **FIELDS, reward=f"{scores}:{score}")
+def test_a_wrong_score_ends_the_run(score, rule, scores, data, base, tmp_path):
+    with pytest.raises(ValueError, match=f"The judge {score} must return .*{rule}"):
+        train(data, tmp_path / "run", **FIELDS, **base, reward=f"{scores}:{score}")
 
 
-def test_equal_rewards_are_said_once(scores, data, tmp_path, caplog):
-    train(data, tmp_path / "run", **FIELDS, reward=f"{scores}:nothing")
+def test_equal_rewards_are_said_once(scores, data, base, tmp_path, caplog):
+    train(data, tmp_path / "run", **FIELDS, **base, reward=f"{scores}:nothing")
     message = f"The candidates of each source of a batch have equal rewards by {scores}:nothing."
     assert [record.message for record in caplog.records].count(message) == 1

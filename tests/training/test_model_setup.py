@@ -104,6 +104,13 @@ def settled(data, tmp_path):
     return settle
 
 
+def test_a_reward_keeps_the_length_limit_of_its_base(settled):
+    limits = [
+        settled({"max_length": 999}, **own, generation_max_length=None).max_length for own in ({"reward": "bleu"}, {})
+    ]
+    assert limits[0] == 999 > limits[1]
+
+
 @pytest.mark.parametrize(
     ("inherited", "own", "left_out"),
     [

@@ -294,7 +294,9 @@ LEFT_OUT = {
 # Fields that must come together.
 _NEEDS = {f"{split}_source_file": f"{split}_target_file" for split in SPLITS}
 _NEEDS |= {target: source for source, target in _NEEDS.items()}
-_NEEDS |= {"target_tokenizer_name_or_path": "tokenizer_name_or_path", "lora_rank": "model_name_or_path"}
+_NEEDS |= {"target_tokenizer_name_or_path": "tokenizer_name_or_path"}
+# A new model has nothing to adapt, and writes no candidates.
+_NEEDS |= dict.fromkeys(("lora_rank", "reward"), "model_name_or_path")
 _FILES = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file"))
 _PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_test")
 _OF_EACH_TASK: tuple[str, ...] = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")

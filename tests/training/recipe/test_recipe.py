@@ -220,7 +220,7 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"tasks": {"a": {}}, "monolingual_target": "a"}, ("monolingual_target", "tasks")),
         ({"weight_column": 2, "train_source_file": "a"}, ("weight_column", "train_source_file")),
         ({"reward": "blue"}, ("reward",)),
-        ({"reward": "bleu", "candidates": "beam"}, ("candidates", "reward_loss")),
+        ({"reward": "bleu", "model_name_or_path": "x", "candidates": "beam"}, ("candidates", "reward_loss")),
         ({"joint_vocabulary": True, "target_vocab_size": 9}, ("joint_vocabulary", "target_vocab_size")),
         ({"target_tokenizer_name_or_path": "x"}, ("target_tokenizer_name_or_path", "tokenizer_name_or_path")),
         ({"model_name_or_path": "x", "preset": "y"}, ("model_name_or_path", "preset")),
