@@ -19,16 +19,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from metaphrase.data.pairs import WEIGHT_COLUMN
-from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH
+from metaphrase.inference.batches import DEFAULT_BATCH_SIZE, DEFAULT_MAX_TOKENS_PER_BATCH, evaluating
 from metaphrase.inference.progress import progress_bar
 from metaphrase.modeling import IGNORED_LABEL
+from metaphrase.ops.projected_loss import chunk_rows
 from metaphrase.storage.folders import file_in_one_step
-from metaphrase.techniques.rewards import Ids, pack, rows_of, target_log_probs
+from metaphrase.techniques.rewards import Ids, pack, rows_of
 from metaphrase.tokenization.texts import batches_by_length
 from metaphrase.training.distributed import from_first_process
 from metaphrase.training.recipe.recipe import Recipe
@@ -54,6 +55,22 @@ def _key_of(preference: Preference) -> int:
     source, targets = preference
     ids = np.array([len(source), len(targets[0]), *source, *targets[0], *targets[1]], dtype=np.int32)
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+
+
+def target_log_probs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the log-probability of each target of a packed row, without dropout and gradients, `(targets)`."""
+    lengths = batch["target_lengths"]
+
+    def add_up(network: PreTrainedModel, hidden_states: torch.Tensor, labels: torch.Tensor, _: Any) -> torch.Tensor:
+        size = chunk_rows(network.config.decoder_vocab_size)
+        parts = zip(hidden_states[0].split(size), labels[0].split(size), strict=True)
+        losses = [cross_entropy(network.project(states).float(), ids, reduction="none") for states, ids in parts]
+        numbers = torch.arange(len(lengths), device=labels.device).repeat_interleave(lengths)
+        return -torch.zeros(len(lengths), device=labels.device).index_add(0, numbers, torch.cat(losses))
+
+    inputs = {name: value for name, value in batch.items() if name != WEIGHT_COLUMN}
+    with torch.no_grad(), evaluating([model]):
+        return model(**inputs, loss_of_states=add_up).loss
 
 
 class PreferenceTraining(TrainerCallback, ExportableState):

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, TrainerCallback
 
 from metaphrase.analysis.comparison import score_sentences
@@ -26,9 +25,7 @@ from metaphrase.data.pairs import WEIGHT_COLUMN
 from metaphrase.decoding.fast_generation import sample_by_prefix
 from metaphrase.evaluation.metrics import METRICS
 from metaphrase.inference import decode
-from metaphrase.inference.batches import evaluating
 from metaphrase.modeling import IGNORED_LABEL
-from metaphrase.ops.projected_loss import chunk_rows
 from metaphrase.tokenization import TokenizerPair
 from metaphrase.training.recipe.recipe import Recipe, is_better_lower
 from metaphrase.training.trainer import TOKENS_MULTIPLE
@@ -124,22 +121,6 @@ def unpack(batch: Mapping[str, Any]) -> list[tuple[list[int], Ids]]:
     """Return the token ids of the pairs of a padded or packed batch, the longest sources first."""
     rows = rows_of(batch)
     return [(source, tuple(label for label in labels if label != IGNORED_LABEL)) for source, labels in rows]
-
-
-def target_log_probs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the log-probability of each target of a packed row, without dropout and gradients, `(targets)`."""
-    lengths = batch["target_lengths"]
-
-    def add_up(network: PreTrainedModel, hidden_states: torch.Tensor, labels: torch.Tensor, _: Any) -> torch.Tensor:
-        size = chunk_rows(network.config.decoder_vocab_size)
-        parts = zip(hidden_states[0].split(size), labels[0].split(size), strict=True)
-        losses = [cross_entropy(network.project(states).float(), ids, reduction="none") for states, ids in parts]
-        numbers = torch.arange(len(lengths), device=labels.device).repeat_interleave(lengths)
-        return -torch.zeros(len(lengths), device=labels.device).index_add(0, numbers, torch.cat(losses))
-
-    inputs = {name: value for name, value in batch.items() if name != WEIGHT_COLUMN}
-    with torch.no_grad(), evaluating([model]):
-        return model(**inputs, loss_of_states=add_up).loss
 
 
 class RewardTraining(TrainerCallback):

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ ONE_STEP = {"max_steps": 1, "save_steps": 1, "eval_strategy": "no", "test_file":
 
 def train(data: Path, output: Path, **fields: Any) -> dict:
     return Experiment(make_recipe(data, output, **fields)).train()
+
+
+def compare_resumed(data: Path, run: Path, **fields: Any) -> Path:
+    """Require that a copy of a run without its last checkpoint ends with the same bytes, and return the copy."""
+    cut = shutil.copytree(run, run.with_name("cut"))
+    shutil.rmtree(max(cut.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])))
+    (cut / "model.safetensors").unlink()
+    train(data, cut, **fields, resume_from_checkpoint="true")
+    assert (cut / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+    return cut
 
 
 def read_log(folder: Path, name: str = "eval_loss") -> list[dict]:

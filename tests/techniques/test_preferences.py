@@ -1,5 +1,4 @@
 import json
-import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -7,14 +6,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
-from small_experiments import ONE_STEP, read_log, train
+from small_experiments import ONE_STEP, compare_resumed, read_log, train
 from small_runs import SMALL
 from small_trainers import make_trainer, tiny_bart
 from subcommands import execute
 from tiny_generator import tiny_pair
 from tiny_models import DESIGNS, MERGED, tiny_model
 from torch.nn.functional import logsigmoid
-from weighted_targets import gradient, log_probs_alone, weighted_loss
+from weighted_targets import compare_accumulated, gradient, log_probs_alone, weighted_loss
 
 from metaphrase.choices.completion import complete
 from metaphrase.data.collators import PackedCollator, PairCollator
@@ -110,19 +109,7 @@ def test_rows_are_read_back():
 
 @pytest.mark.parametrize("loss", ["dpo", "cpo"])
 def test_accumulated_batches_are_one(loss, tmp_path):
-    def train_once(name, **options):
-        model = tiny_model(vocab_size=37, hidden_size=16, encoder_ffn_dim=16, decoder_ffn_dim=16)
-        training = make_training(loss)
-        options = {"learning_rate": 1e-2, "max_steps": 2, "optim": "sgd", "eval_dataset": None, **options}
-        folder = tmp_path / name
-        trainer = make_trainer(model, PAIRS, folder, replace_batch=training, callbacks=[training], **options)
-        trainer.train()
-        return model.state_dict()
-
-    whole = train_once("one", per_device_train_batch_size=4)
-    parts = train_once("four", per_device_train_batch_size=1, gradient_accumulation_steps=4)
-    for name, weight in whole.items():
-        torch.testing.assert_close(parts[name], weight, atol=1e-6, rtol=1e-5)
+    compare_accumulated(lambda: make_training(loss), PAIRS, tmp_path, max_steps=2, learning_rate=1e-2)
 
 
 @pytest.fixture
@@ -153,11 +140,7 @@ def test_accuracy_rises_and_a_resumed_run_is_equal(loss, data, preferences, tmp_
     accuracies, losses = logged(tmp_path / "run"), logged(tmp_path / "run", "loss")
     assert len(accuracies) == 3 and accuracies[-1] > max(0.8, accuracies[0]) and losses[-1] < losses[0]
     assert (tmp_path / "run" / REFERENCE_NAME).is_file() == (loss in ("dpo", "ipo"))
-    cut = shutil.copytree(tmp_path / "run", tmp_path / "cut")
-    shutil.rmtree(cut / "checkpoint-12")
-    (cut / "model.safetensors").unlink()
-    train(data, cut, **fields, resume_from_checkpoint="true")
-    assert (cut / "model.safetensors").read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
+    cut = compare_resumed(data, tmp_path / "run", **fields)
     # The log of a step counts pairs before the checkpoint, too.
     for name in ("loss", "rewards/accuracies", "rewards/margins"):
         assert logged(cut, name) == logged(tmp_path / "run", name)
@@ -165,25 +148,11 @@ def test_accuracy_rises_and_a_resumed_run_is_equal(loss, data, preferences, tmp_
 
 def test_command_trains_an_adapter(data, preferences, tmp_path):
     train(data, tmp_path / "base", **ONE_STEP)
-    words = [
-        str(data / "preferences.jsonl"),
-        "--model_name_or_path",
-        str(tmp_path / "base"),
-        "--rejected_column",
-        "rejected",
-    ]
-    words += [
-        "--preference_loss",
-        "dpo",
-        "--num_validation",
-        "8",
-        "--lora_rank",
-        "4",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    words += ["--max_steps", "12", "--logging_steps", "4", "--learning_rate", "0.02", "--use_cpu", "true"]
-    execute("train", [*words, "--max_tokens_per_batch", "400"])
+    words = (
+        f"{data}/preferences.jsonl --rejected_column rejected --preference_loss dpo --num_validation 8 --lora_rank 4"
+    )
+    words += f" --model_name_or_path {tmp_path}/base --output_dir {tmp_path}/run --max_steps 12 --logging_steps 4"
+    execute("train", f"{words} --use_cpu true --learning_rate 0.02 --max_tokens_per_batch 400".split())
     accuracies = logged(tmp_path / "run")
     assert accuracies[-1] > max(0.7, accuracies[0])
     # Validation pairs are those of source and chosen target.

@@ -1,22 +1,22 @@
 import itertools
 import math
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from small_experiments import ONE_STEP, read_log, train
-from small_trainers import make_trainer, small_pairs
+from small_experiments import ONE_STEP, compare_resumed, read_log, train
+from small_trainers import small_pairs
 from tiny_generator import tiny_pair
 from tiny_models import DESIGNS, MERGED, tiny_model
-from weighted_targets import gradient, log_probs_alone, weighted_loss
+from weighted_targets import compare_accumulated, gradient, log_probs_alone, weighted_loss
 
 from metaphrase.analysis.judges import Judge
 from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.decoding.fast_generation import sample_by_prefix
 from metaphrase.inference import decode
 from metaphrase.techniques import rewards
-from metaphrase.techniques.rewards import WEIGHTS, RewardTraining, pack, target_log_probs, unpack
+from metaphrase.techniques.preferences import target_log_probs
+from metaphrase.techniques.rewards import WEIGHTS, RewardTraining, pack, unpack
 from metaphrase.training.recipe.recipe import Recipe
 
 END, LENGTH = 2, 3
@@ -156,26 +156,17 @@ def make_reward(monkeypatch, score, **fields):
 
 
 def test_accumulated_batches_are_one(tmp_path, monkeypatch):
-    """Gradient accumulation and a token budget change nothing, for candidates that do not depend on the batch."""
-    pairs = small_pairs(8, vocab_size=20)
+    """Candidates here do not depend on the batch."""
 
-    def train_once(name, **options):
+    def sample(_, sources):
+        return [[tuple(ids[:-1]), tuple(ids[::-1]), (*ids[:2], 2)] for ids in sources], [None] * len(sources)
+
+    def make():
         reward = make_reward(monkeypatch, lambda _, targets, __: [len(target) for target in targets])
-
-        def sample(model, sources):
-            return [[tuple(ids[:-1]), tuple(ids[::-1]), (*ids[:2], 2)] for ids in sources], [None] * len(sources)
-
         monkeypatch.setattr(reward, "_candidates", sample)
-        model = tiny_model(vocab_size=37, hidden_size=16, encoder_ffn_dim=16, decoder_ffn_dim=16)
-        options = {"learning_rate": 1e-3, "max_steps": 1, "optim": "sgd", **options}
-        trainer = make_trainer(model, pairs, tmp_path / name, replace_batch=reward, **options)
-        trainer.train()
-        return model.state_dict()
+        return reward
 
-    whole = train_once("one", per_device_train_batch_size=8)
-    parts = train_once("eight", per_device_train_batch_size=1, gradient_accumulation_steps=8)
-    for name, weight in whole.items():
-        torch.testing.assert_close(parts[name], weight, atol=1e-5, rtol=1e-5)
+    compare_accumulated(make, small_pairs(8, vocab_size=20), tmp_path, max_steps=1, learning_rate=1e-3)
 
 
 SCORES = """
@@ -213,18 +204,16 @@ FIELDS = {"learning_rate": 0.01, "num_candidates": 4, "cross_entropy_share": 0.1
 FIELDS |= {"max_steps": 12, "save_steps": 6, "logging_steps": 1, "eval_strategy": "no", "test_file": None, "seed": 2}
 
 
-@pytest.mark.parametrize("loss", WEIGHTS)
-def test_reward_rises_and_a_resumed_run_is_equal(loss, scores, data, base, tmp_path):
-    fields = {**FIELDS, **base, "reward": f"{scores}:num_vowels", "reward_loss": loss, "save_total_limit": 9}
+PARTLY = {"lora_rank": 8, "gradient_checkpointing": True, "gradient_accumulation_steps": 2, "learning_rate": 0.03}
+
+
+@pytest.mark.parametrize(("loss", "more"), [("risk", {}), ("rloo", {}), ("grpo", {}), ("rloo", PARTLY)], ids=str)
+def test_reward_rises_and_a_resumed_run_is_equal(loss, more, scores, data, base, tmp_path):
+    fields = {**FIELDS, **more, **base, "reward": f"{scores}:num_vowels", "reward_loss": loss, "save_total_limit": 9}
     train(data, tmp_path / "run", **fields)
     logged = [entry["reward"] for entry in read_log(tmp_path / "run", "reward")]
     assert len(logged) == 12 and sum(logged[6:]) / 6 > sum(logged[:3]) / 3 + 0.3
-    cut = shutil.copytree(tmp_path / "run", tmp_path / "cut")
-    for name in ("checkpoint-12", "model.safetensors"):
-        path = cut / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    train(data, cut, **fields, resume_from_checkpoint="true")
-    assert (cut / "model.safetensors").read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
+    compare_resumed(data, tmp_path / "run", **fields)
 
 
 @pytest.mark.parametrize(("score", "rule"), [("not_a_number", "finite scores, got nan"), ("too_few", "scores, got 1")])
