@@ -194,18 +194,13 @@ def test_both_targets_are_encoded_and_long_ones_dropped():
     assert data_fingerprint(others) != data_fingerprint(encoded)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"reward": "bleu"},
-        {"r_drop_alpha": 1.0},
-        {"streaming": True},
-        {"weight_column": "weight"},
-        {"augmentation": {"typos": 0.1}},
-    ],
-)
+OTHERS = [{"reward": "bleu"}, {"r_drop_alpha": 1.0}, {"streaming": True}, {"weight_column": "weight"}]
+OTHERS += [{"augmentation": {"typos": 0.1}}, {"label_smoothing_factor": 0.1}]
+
+
+@pytest.mark.parametrize("fields", OTHERS, ids=str)
 def test_what_contradicts_is_refused(fields):
-    with pytest.raises(MetaphraseError, match="must not both be given, because"):
+    with pytest.raises(MetaphraseError, match=r"must not both be given, because|must be 0 with `rejected_column`"):
         Recipe.from_mapping({"train_file": "a.tsv", "max_steps": 1, "rejected_column": 2, **fields}, "a test").checked()
 
 
@@ -217,9 +212,7 @@ def test_a_task_has_no_preferences():
 
 def test_models_of_other_families_are_refused(tmp_path):
     training = make_training("cpo")
-    with pytest.raises(
-        MetaphraseError, match="`reward` or `rejected_column` must come with a Metaphrase model, got a Bart"
-    ):
+    with pytest.raises(MetaphraseError, match="must come with a Metaphrase model, got a Bart"):
         make_trainer(tiny_bart(), PAIRS, tmp_path, replace_batch=training)
 
 
@@ -231,9 +224,3 @@ def test_limits_are_those_of_both_targets(data, preferences, tmp_path):
     experiment, _ = complete(load_recipe(None, [*words, "--max_steps", "2", "--vocab_size", "300"]), is_dry_run=True)
     report = experiment.prepare().corpus.reports["train"]
     assert report.target_too_long == 0 and experiment.recipe.max_target_length > 100
-
-
-def test_label_smoothing_is_refused():
-    fields = {"train_file": "a.tsv", "rejected_column": 2, "label_smoothing_factor": 0.1}
-    with pytest.raises(MetaphraseError, match="`label_smoothing_factor` must be 0 with `rejected_column`"):
-        Recipe.from_mapping(fields, "a test").checked()
