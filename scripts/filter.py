@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
+
 from metaphrase.analysis.judges import load_judge
 from metaphrase.analysis.scoring import dual_scores
 from metaphrase.data.pairs import PairSource
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 def main(arguments: argparse.Namespace) -> None:
     check_dependents(arguments, forward_model="backward_model", backward_model="forward_model")
     check_dependents(arguments, metric="worst_score", worst_score="metric")
+    if arguments.add_weights:
+        check_dependents(arguments, add_weights="metric")
     names = ("file", "source_column", "target_column", "weight_column", "max_line_characters")
     files = {"source_file": arguments.source, "target_file": arguments.target}
     source = PairSource(**files, **given_options(arguments, names))
@@ -34,6 +38,7 @@ def main(arguments: argparse.Namespace) -> None:
         return
     settings, started = chosen_settings(arguments), time.perf_counter()
     rules: dict[str, Callable[[Sequence[Pair]], Iterable[bool]]] = {}
+    weigh = None
     if "dual_cross_entropy" in settings.rules:
         paths = settings.forward_model, settings.backward_model
         forward, backward = (Generator.from_pretrained(path, engine="torch", device=arguments.device) for path in paths)
@@ -43,9 +48,15 @@ def main(arguments: argparse.Namespace) -> None:
         judge = load_judge(settings.metric, show_progress=False, device=arguments.device)
         worst = -settings.worst_score if judge.is_better_lower else settings.worst_score
         rules["quality"] = lambda pairs: judge.utilities(*zip(*pairs, strict=True)) < worst
+        if settings.add_weights:
+
+            def weigh(pairs: Sequence[Pair]) -> np.ndarray:
+                scores = judge.values(*zip(*pairs, strict=True))
+                return 1 / (1 + scores) if judge.is_better_lower else scores
+
     try:
         options = {name: getattr(arguments, name) for name in ("rejected", "report", "shard", "resume")}
-        options |= {"model_rules": rules, "show_progress": not arguments.quiet}
+        options |= {"model_rules": rules, "weigh": weigh, "show_progress": not arguments.quiet}
         report = filter_pairs(source, arguments.output, settings, **options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Use --resume to go on.") from None
@@ -85,8 +96,9 @@ def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
     """Check the outputs before any work. Return True if `resume` is given, and all outputs are newer than the inputs."""
     outputs = arguments.output
     is_pairs = len(outputs) == 1 and outputs[0].removesuffix(".gz").endswith((".tsv", ".jsonl"))
-    if not is_pairs and (len(outputs) != 2 or arguments.weight_column is not None):
-        second_form = "" if arguments.weight_column is not None else ", or two text files"
+    has_weights = arguments.add_weights or arguments.weight_column is not None
+    if not is_pairs and (len(outputs) != 2 or has_weights):
+        second_form = "" if has_weights else ", or two text files"
         raise MetaphraseError(f"`output` must be a .tsv or .jsonl file{second_form}, got {' '.join(outputs)!r}.")
     paths = [Path(path) for path in (*outputs, arguments.rejected, arguments.report) if path is not None]
     names = [str(path.resolve()) for path in (*paths, *map(Path, inputs))]

@@ -125,6 +125,7 @@ class FilterSettings:
     backward_model: str | None = None
     metric: str | None = None
     worst_score: float | None = None
+    add_weights: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

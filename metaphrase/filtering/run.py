@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -278,6 +279,7 @@ def filter_pairs(
     rejected: str | Path | None = None,
     report: str | Path | None = None,
     model_rules: ModelRules | None = None,
+    weigh: Callable[[Sequence[Pair]], Iterable[float]] | None = None,
     shard: tuple[int, int] | None = None,
     resume: bool = False,
     show_progress: bool | None = False,
@@ -287,6 +289,7 @@ def filter_pairs(
     Args:
         outputs: One file of pairs, `.tsv` or `.jsonl`, with their weights, or two text files; each may end in `.gz`.
         rejected: TSV file for the dropped pairs: rule, source, target.
+        weigh: Function that returns the factor of the weight of each pair, which the file of pairs gets.
         shard: Number of the part of the pairs to filter, from 1, and number of parts. Each run learns from all pairs, but knows
             only the duplicates in its part.
     """
@@ -308,7 +311,7 @@ def filter_pairs(
             if result["read"]:
                 logger.info("Resuming %s at pair %d.", outputs[0], result["read"] + 1)
             is_parallel = len(outputs) == 2
-            names = (*SIDES, WEIGHT_COLUMN)[: len(source.columns)]
+            names = (*SIDES, WEIGHT_COLUMN)[: len(source.columns) if weigh is None else 3]
             format_pair = tsv_line if is_parallel else pair_formatter(files["output_0"].name.removesuffix(".gz"), names)
             runs = [[np.sort(np.fromfile(folder.path / name, dtype=np.uint64))] for name in _HASHES]
             records = itertools.islice(source.records(), part.start + result["read"], part.stop)
@@ -320,6 +323,10 @@ def filter_pairs(
                     decided = zip(chunk, verdicts, strict=True)
                     # The last value is a weight.
                     pairs = [(*pair, *record[2:]) for record, (rule, pair) in decided if not rule]
+                    if weigh is not None and pairs:
+                        factors = weigh([pair[:2] for pair in pairs])
+                        weighted = zip(pairs, factors, strict=True)
+                        pairs = [(*pair[:2], float(factor) * math.prod(pair[2:])) for pair, factor in weighted]
                     lines = {"output_0": "".join(itertools.starmap(format_pair, pairs))}
                     if is_parallel:
                         lines = {f"output_{side}": as_lines(pair[side] for pair in pairs) for side in (0, 1)}

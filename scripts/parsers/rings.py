@@ -91,6 +91,8 @@ def filter(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("judge of the rule quality")
     options.add_judge(group, "score of a pair without a reference")
     group.add_argument("--worst_score", type=float, help="score of the worst pair to keep")
+    text = "multiply the weight of a pair by its score, and write it; an error counts as 1 / (1 + error)"
+    group.add_argument("--add_weights", action="store_true", help=text)
     group = parser.add_argument_group("columns, lines and parts")
     options.add_shared(group, *options.COLUMNS, "weight_column")
     text = "most characters of a line; longer lines are dropped"

@@ -181,17 +181,8 @@ def test_distilled_targets_are_the_best_of_a_judge(has_references, module, files
 
 def test_pairs_of_poor_quality_are_dropped_and_counted(module, files, tmp_path, monkeypatch):
     monkeypatch.setattr("metaphrase.filtering.run._PAIRS_PER_CHUNK_OF_MODELS", 3)
-    words = [
-        "pairs.tsv",
-        "--output",
-        "clean.tsv",
-        "--rejected",
-        "no.tsv",
-        "--report",
-        "report.json",
-        "--rules",
-        "quality",
-    ]
+    words = ["pairs.tsv", "--output", "clean.tsv", "--rejected", "no.tsv", "--report", "report.json"]
+    words += ["--rules", "quality"]
     execute("filter", [*words, "--metric", f"{module}:errors", "--worst_score", "2"])
     poor = [row for row in files if abs(len(row[0]) - len(row[1])) > 2]
     lines = {name: (tmp_path / name).read_text("utf-8").splitlines() for name in ("clean.tsv", "no.tsv")}
@@ -203,6 +194,14 @@ def test_pairs_of_poor_quality_are_dropped_and_counted(module, files, tmp_path, 
     # More is better in this score.
     execute("filter", [*words, "--overwrite", "--metric", f"{module}:length", "--worst_score", "8"])
     assert {line.split("\t")[2] for line in (tmp_path / "no.tsv").read_text("utf-8").splitlines()} == {"b", "ein"}
+    # Scores become weights: of an error 1 / (1 + error). A weight of the pair is a factor.
+    (tmp_path / "weighted.tsv").write_text("a\tabc\t0.5\nab\tb\t1\n", "utf-8")
+    for name, weights in (("errors", [0.5 / 3, 0.5]), ("length", [0.5 * 3, 1])):
+        words = ["weighted.tsv", "--source_column", "0", "--target_column", "1", "--weight_column", "2", "--overwrite"]
+        words += ["--output", "w.tsv", "--rules", "quality", "--metric", f"{module}:{name}", "--add_weights"]
+        execute("filter", [*words, "--worst_score", "9" if name == "errors" else "0"])
+        rows = [line.split("\t") for line in (tmp_path / "w.tsv").read_text("utf-8").splitlines()]
+        assert [float(row[2]) for row in rows] == pytest.approx(weights)
 
 
 def test_a_judge_is_the_utility_of_minimum_bayes_risk(module):
