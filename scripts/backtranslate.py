@@ -37,6 +37,9 @@ def distill(arguments: argparse.Namespace) -> None:
     arguments.model, *more = arguments.teachers
     arguments.ensemble = more or None
     check_dependents(arguments, target="input", preferences="metric" if arguments.metric else "select")
+    if arguments.preferences and arguments.resume:
+        # Sources that are left out cannot be counted in the file.
+        raise MetaphraseError("`resume` must not be given with `preferences`, which leaves sources out.")
     inputs = {"input": arguments.input} | given_options(arguments, ("target",))
     options = {"num_return_sequences": 1} | prepare(arguments, inputs)
     names, num_equal = ("prompt", "chosen", "rejected") if arguments.preferences else SIDES, 0

@@ -67,10 +67,6 @@ def _read(arguments: argparse.Namespace) -> Iterator[list[str]]:
 
 def rerank(arguments: argparse.Namespace) -> None:
     """Run `metaphrase rerank CANDIDATES`: choose the best of several candidates, or tune the weights of their scores."""
-    if (arguments.target is None) == (arguments.output is None):
-        raise MetaphraseError(
-            "`target` must be given to tune the weights, or `output` to choose by them, got both or none."
-        )
     check_files(given_options(arguments, ("candidates", "source", "target")), arguments.output or arguments.weights)
 
     def read(path: str) -> list[str]:
@@ -85,8 +81,8 @@ def rerank(arguments: argparse.Namespace) -> None:
         )
     loading = given_options(arguments, ("device", "batch_size", "max_tokens_per_batch"))
     reverse = arguments.reverse_model and Generator.from_pretrained(arguments.reverse_model, engine="torch", **loading)
-    judges = [load_judge(name) for name in arguments.metric]
-    more = {Path(path).name: np.array([*map(float, read(path))]) for path in arguments.scores}
+    judges = [load_judge(name, False if arguments.quiet else None, **loading) for name in arguments.metric]
+    more = {f"scores_{n}": np.array([*map(float, read(path))]) for n, path in enumerate(arguments.scores, start=1)}
     for name, values in more.items():
         if len(values) != len(texts):
             raise MetaphraseError(

@@ -27,9 +27,7 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: argparse.Namespace) -> None:
     check_dependents(arguments, forward_model="backward_model", backward_model="forward_model")
-    check_dependents(arguments, metric="worst_score", worst_score="metric")
-    if arguments.add_weights:
-        check_dependents(arguments, add_weights="metric")
+    check_dependents(arguments, metric="worst_score", worst_score="metric", add_weights="metric")
     names = ("file", "source_column", "target_column", "weight_column", "max_line_characters")
     files = {"source_file": arguments.source, "target_file": arguments.target}
     source = PairSource(**files, **given_options(arguments, names))
@@ -98,8 +96,8 @@ def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
     is_pairs = len(outputs) == 1 and outputs[0].removesuffix(".gz").endswith((".tsv", ".jsonl"))
     has_weights = arguments.add_weights or arguments.weight_column is not None
     if not is_pairs and (len(outputs) != 2 or has_weights):
-        second_form = "" if has_weights else ", or two text files"
-        raise MetaphraseError(f"`output` must be a .tsv or .jsonl file{second_form}, got {' '.join(outputs)!r}.")
+        expected = "a .tsv or .jsonl file, or two texts without weights"
+        raise MetaphraseError(f"`output` must be {expected}, got {' '.join(outputs)!r}.")
     paths = [Path(path) for path in (*outputs, arguments.rejected, arguments.report) if path is not None]
     names = [str(path.resolve()) for path in (*paths, *map(Path, inputs))]
     for path in paths:

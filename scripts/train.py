@@ -158,7 +158,8 @@ def train(
         run_recipe = functools.partial(needed_plugin("stages", "stages"), train=run_recipe)
     experiment, result = run_recipe(recipe, is_dry_run=is_dry_run, started=started)
     if experiment.arguments.process_index == 0 and not is_dry_run:
-        log_scores(result)
+        for name, score in result.get("scores", {}).items():
+            logger.info("%s on %s: %s  %s", name, result["data"]["split"], with_interval(score), score["signature"])
         is_ensemble = recipe.num_seeds > 1
         kind, steps = "ensemble" if is_ensemble else "model", next_steps(folder, recipe.objective, is_ensemble)
         logger.info("The %s lies in %s\n%s", kind, folder, steps)
@@ -198,12 +199,6 @@ def _train_model(
     if is_main_process:
         renew_model_card(experiment.folder)
     return experiment, result
-
-
-def log_scores(result: dict) -> None:
-    """Show the scores of a model, the content of its `metrics.json`."""
-    for name, score in result.get("scores", {}).items():
-        logger.info("%s on %s: %s  %s", name, result["data"]["split"], with_interval(score), score["signature"])
 
 
 if __name__ == "__main__":

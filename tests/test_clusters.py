@@ -16,9 +16,7 @@ from torch.distributed.run import get_args_parser
 from metaphrase.scripts.parsers import parse
 
 PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
-BLOCKS = [
-    (language, text.replace("\\\n", " ")) for language, text in re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
-]
+BLOCKS = [(kind, text.replace("\\\n", " ")) for kind, text in re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)]
 NODES = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines() if "--node_rank" in line]
 SLURM = [text for language, text in BLOCKS if language == "sbatch"]
 [SKY] = [yaml.safe_load(text) for language, text in BLOCKS if language == "yaml"]

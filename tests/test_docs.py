@@ -67,9 +67,7 @@ def template(tmp_path_factory):
     for name in [*names, *(f"multi30k/checkpoint-{step + 1}" for step in range(5))]:
         shutil.copytree(model, folder / "runs" / name)
     for name in ("pairs_3_seeds", "g2p_3_seeds"):
-        (folder / "runs" / name / ENSEMBLE_NAME).write_text(
-            '{"models": ["stages/seed_42", "../demo"]}', encoding="utf-8"
-        )
+        (folder / "runs" / name / ENSEMBLE_NAME).write_text('{"models": ["stages/seed_42", "../demo"]}', "utf-8")
     student = tiny_generator(layers=1, kind="byte_bpe")
     save_generator(student, folder / "runs" / "student")
     made = make_vocabulary_map([("the cat", "eine Katze")], student.tokenizers)

@@ -164,7 +164,7 @@ def write_sources(folder: Path, stage: str, options: dict[str, Any], seconds: fl
             **{"num_beams": 1, **options},
         )
         for target, [candidate] in zip(lines[first:], results, strict=True):
-            if file.next_source % _CHUNK == 0 and file.next_source and time.time() > deadline:
+            if file.next_source % _CHUNK == 0 and file.next_source > first and time.time() > deadline:
                 break
             file.write(_as_json(candidate.text, target))
         file.finish()

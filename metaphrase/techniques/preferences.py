@@ -31,7 +31,7 @@ from metaphrase.ops.projected_loss import chunk_rows
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.techniques.rewards import Ids, pack, rows_of
 from metaphrase.tokenization.texts import batches_by_length
-from metaphrase.training.distributed import from_first_process
+from metaphrase.training.distributed import from_first_process, gather_model, is_sharded
 from metaphrase.training.recipe.recipe import Recipe
 from metaphrase.training.trainer import TOKENS_MULTIPLE
 
@@ -113,17 +113,21 @@ class PreferenceTraining(TrainerCallback, ExportableState):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if self.loss in _OF_REFERENCE:
             path, show_progress = Path(args.output_dir) / REFERENCE_NAME, not args.disable_tqdm
-            self.reference = from_first_process(
-                lambda: _read(path) if state.global_step else self._compute_reference(model, path, show_progress)
-            )
+            if is_sharded(model) and not state.global_step:
+                model = gather_model(model)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        number, *sums = self.totals
-        if number and "loss" in (logs or {}):
-            values = {name: total / number for name, total in zip(_LOGGED, sums, strict=True)}
-            logs.update(values)
-            state.log_history[-1].update(values)
-            self.totals = [0.0] * len(self.totals)
+            def reference() -> dict[int, Sequence[float]]:
+                if not state.global_step:
+                    self._write_reference(model, path, show_progress)
+                with np.load(path) as file:
+                    return dict(zip(file["keys"].tolist(), file["log_probs"].tolist(), strict=True))
+
+            self.reference = from_first_process(reference)
+
+    def logged(self) -> dict[str, float]:
+        """Return what the log of the trainer gets, and begin again."""
+        (number, *sums), self.totals = self.totals, [0.0] * len(self.totals)
+        return {name: total / number for name, total in zip(_LOGGED, sums, strict=True)} if number else {}
 
     def __call__(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a packed batch in place of a batch of pairs."""
@@ -160,8 +164,8 @@ class PreferenceTraining(TrainerCallback, ExportableState):
         places = torch.from_numpy(np.stack([ends - counts, ends - 1], axis=1))
         return row, target_log_probs(model, row).cpu().double(), places
 
-    def _compute_reference(self, model: PreTrainedModel, path: Path, show_progress: bool) -> dict[int, Sequence[float]]:
-        """Return the log-probabilities of both targets of all training pairs by their keys, and write them to a file."""
+    def _write_reference(self, model: PreTrainedModel, path: Path, show_progress: bool) -> None:
+        """Write the log-probabilities of both targets of all training pairs with their keys."""
         items = [preference_of(row["input_ids"], row["labels"]) for row in self.pairs]
         keys, values = [*map(_key_of, items)], np.zeros((len(items), 2))
         lengths = [len(source) + sum(map(len, targets)) for source, targets in items]
@@ -174,9 +178,3 @@ class PreferenceTraining(TrainerCallback, ExportableState):
         path.parent.mkdir(parents=True, exist_ok=True)
         with file_in_one_step(path) as partial, partial.open("wb") as file:
             np.savez(file, keys=np.array(keys, dtype=np.uint64), log_probs=values)
-        return dict(zip(keys, values.tolist(), strict=True))
-
-
-def _read(path: Path) -> dict[int, Sequence[float]]:
-    with np.load(path) as file:
-        return dict(zip(file["keys"].tolist(), file["log_probs"].tolist(), strict=True))

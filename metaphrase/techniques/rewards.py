@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from metaphrase.analysis.comparison import score_sentences
 from metaphrase.analysis.judges import Judge, load_judge
 from metaphrase.data.pairs import WEIGHT_COLUMN
 from metaphrase.decoding.fast_generation import sample_by_prefix
-from metaphrase.evaluation.metrics import METRICS
+from metaphrase.evaluation.metrics import METRICS, metric_options
 from metaphrase.inference import decode
 from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.tokenization import TokenizerPair
@@ -37,13 +38,14 @@ _SAMPLING = {"do_sample": True, "num_beams": 1, "temperature": 1.0, "top_k": 0, 
 Ids = tuple[int, ...]
 
 
-def load_reward(name: str) -> Judge:
+def load_reward(name: str, bleu_tokenize: str | None = None) -> Judge:
     """Return the score that a reward names: a metric of `evaluate`, of single sentences from 0 to 1, or a judge."""
+    options = metric_options(["bleu"], bleu_tokenize)["bleu"] if name == "bleu" and bleu_tokenize else {}
     if name not in METRICS:
         return load_judge(name, show_progress=False)
 
     def score(_: Any, targets: Sequence[str], references: Sequence[str]) -> list[float]:
-        return [value / 100 for value in score_sentences(METRICS[name].segments(targets, references))]
+        return [value / 100 for value in score_sentences(METRICS[name].segments(targets, references, **options))]
 
     return Judge(name, score, is_better_lower(name))
 
@@ -123,47 +125,48 @@ def unpack(batch: Mapping[str, Any]) -> list[tuple[list[int], Ids]]:
     return [(source, tuple(label for label in labels if label != IGNORED_LABEL)) for source, labels in rows]
 
 
-class RewardTraining(TrainerCallback):
+class RewardTraining(TrainerCallback, ExportableState):
     """Function that replaces the pairs of a batch by sources with weighted candidates, and logs their mean reward."""
 
     def __init__(self, recipe: Recipe, tokenizers: TokenizerPair):
-        self.tokenizers, self.recipe, self.judge = tokenizers, recipe, load_reward(recipe.reward)
+        self.tokenizers, self.recipe, self.judge = tokenizers, recipe, load_reward(recipe.reward, recipe.bleu_tokenize)
         self.multiple = TOKENS_MULTIPLE if recipe.bf16 or recipe.fp16 else 1
         # Mean rewards of the sources since the last log.
         self.rewards: list[float] = []
         self.has_warned = False
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.rewards and "loss" in (logs or {}):
-            logs["reward"] = state.log_history[-1]["reward"] = sum(self.rewards) / len(self.rewards)
-            self.rewards = []
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"rewards": self.rewards, "has_warned": self.has_warned}}
+
+    def logged(self) -> dict[str, float]:
+        """Return what the log of the trainer gets, and begin again."""
+        rewards, self.rewards = self.rewards, []
+        return {"reward": sum(rewards) / len(rewards)} if rewards else {}
 
     def __call__(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a packed batch in place of a batch of pairs."""
         pairs, device, share = unpack(batch), batch["labels"].device, self.recipe.cross_entropy_share
-        sources, is_merged = [source for source, _ in pairs], model.config.merged_attention
-        rows, log_probs = self._candidates(model, sources)
+        if not pairs:
+            # All processes must compute.
+            return dict(batch)
+        rows, log_probs = self._candidates(model, [source for source, _ in pairs])
         rewards = self._rewards(pairs, rows)
-        targets: list[dict[Ids, float]] = []
-        for (_, reference), row, values, of_row in zip(pairs, rows, rewards, log_probs, strict=True):
+        learned: list[tuple[list[int], dict[Ids, float]]] = []
+        for (source, reference), row, values, of_row in zip(pairs, rows, rewards, log_probs, strict=True):
             weights: Counter[Ids] = Counter()
             # Equal rewards have no gradient.
             if np.ptp(values) > 0:
                 for ids, weight in zip(row, WEIGHTS[self.recipe.reward_loss](values, of_row), strict=True):
                     weights[ids] += (1 - share) * weight
             weights[reference] += share
-            targets.append({ids: weight for ids, weight in weights.items() if weight})
+            if any(weights.values()):
+                learned.append((source, {ids: weight for ids, weight in weights.items() if weight}))
         if not any(np.ptp(values) > 0 for values in rewards) and not self.has_warned:
             logger.warning("The candidates of each source of a batch have equal rewards by %s.", self.recipe.reward)
             self.has_warned = True
-        learned = [index for index, weights in enumerate(targets) if weights]
-        if not learned:
-            # All processes must compute.
-            learned, targets[0] = [0], {pairs[0][1]: 0.0}
-        row = pack(
-            [sources[index] for index in learned], [targets[index] for index in learned], self.multiple, is_merged
-        )
-        return {name: value.to(device) for name, value in row.items()}
+        learned = learned or [(pairs[0][0], {pairs[0][1]: 0.0})]
+        packed = pack(*zip(*learned, strict=True), self.multiple, model.config.merged_attention)
+        return {name: value.to(device) for name, value in packed.items()}
 
     def _candidates(
         self, model: PreTrainedModel, sources: Sequence[Sequence[int]]

@@ -49,6 +49,8 @@ _PAIRS += (*(f"max_{split}_samples" for split in SPLITS), *(f"dataset_{split}_sp
 _EXCHANGED = {"max_source_length": "max_target_length", "source_lang": "target_lang"}
 _EXCHANGED |= {"source_language": "target_language", "source_column": "target_column"}
 _EXCHANGED |= {target: source for source, target in _EXCHANGED.items()}
+# These are exchanged if both are given: one alone is that of both sides.
+_OF_TWO_TOKENIZERS = [(name, f"target_{name}") for name in ("tokenizer_name_or_path", "tokenizer_kind", "vocab_size")]
 Train = Callable[..., tuple[Experiment, dict]]
 
 
@@ -57,7 +59,7 @@ def run_stages(recipe: Recipe, train: Train, is_dry_run: bool, started: float | 
 
     Args:
         train: Trains one model by a recipe, and returns the experiment and its scores.
-        is_dry_run: True to show the stages, and what the last one needs without the pairs that others write.
+        is_dry_run: True to show the stages, and what the last one or that with its first weights needs, without written pairs.
         started: Beginning of `time_budget`, in seconds of `time.time()`; None for now.
 
     Returns:
@@ -74,7 +76,10 @@ def run_stages(recipe: Recipe, train: Train, is_dry_run: bool, started: float | 
     if is_first_process:
         run.show()
     if is_dry_run:
-        return train(run.recipe_of(run.last), True, None)
+        name = run.last
+        while (start := run.stages[name].get("start")) and not (run.work / start).exists():
+            name = start
+        return train(run.recipe_of(name), True, None)
     # The last stage locks the output directory.
     with checkpoints.only_writer(run.work) if is_first_process else contextlib.nullcontext():
         return run.run()
@@ -173,7 +178,8 @@ class _StagedRun:
             if name in self.done and name != self.last:
                 continue
             logger.info("Stage %d of %d: %s", number, len(self.stages), name)
-            if name == BACKTRANSLATE and (share := self.done[REVERSE].get("updates", 1.0)) < _LEAST_UPDATES:
+            share = self.done.get(REVERSE, {}).get("updates", 1.0)
+            if name == BACKTRANSLATE and self.deadline != math.inf and share < _LEAST_UPDATES:
                 logger.warning(
                     "The time held %.0f %% of the updates of the reverse model, whose sources would mislead. So the model "
                     "learns from the pairs alone. Give more time to learn from the text.",
@@ -222,7 +228,10 @@ class _StagedRun:
             shared |= self._written_pairs(shared, name)
         if name == REVERSE:
             shared = without(shared, ["source_prefix"])
-            shared = {_EXCHANGED.get(field, field): value for field, value in shared.items()}
+            exchanged = dict(_EXCHANGED)
+            for one, other in _OF_TWO_TOKENIZERS:
+                exchanged |= {one: other, other: one} if {one, other} <= shared.keys() else {}
+            shared = {exchanged.get(field, field): value for field, value in shared.items()}
         if (start := fields.pop("start", None)) is not None:
             shared = without(shared, _OF_WEIGHTS) | {"model_name_or_path": str(self.work / start)}
         is_finished = name == self.last and not self.seeds
@@ -251,7 +260,8 @@ class _StagedRun:
             if is_joint and "lora_rank" not in shared:
                 tokens = [*tokens, plain_text.TAG]
                 is_new = not {"tokenizer_name_or_path", "model_name_or_path"} & shared.keys()
-                fields |= {"suppress_tokens": [plain_text.TAG], **({"joint_vocabulary": True} if is_new else {})}
+                fields |= {"joint_vocabulary": True} if is_new else {}
+                fields["suppress_tokens"] = [*(shared.get("suppress_tokens") or ()), plain_text.TAG]
         return fields | ({"additional_special_tokens": tokens} if tokens else {})
 
     def _join(self, experiment: Experiment) -> dict:

@@ -171,7 +171,7 @@ class MetaphraseTrainer(Seq2SeqTrainer):
             num_best_kept: Number of checkpoints, the best by `best_kept_metric`, to keep whatever their age.
             num_last_kept: Number of last checkpoints to keep beside the best.
             best_kept_metric: An evaluated metric; by default `metric_for_best_model`, or else BLEU.
-            replace_batch: Function of the model and a batch of training, which returns the batch to learn from.
+            replace_batch: Function of the model and a batch, which returns the batch to learn from. Its `logged` goes to the log.
         """
         super().__init__(*args, **kwargs)
         self.tokenizers = tokenizers
@@ -397,6 +397,10 @@ class MetaphraseTrainer(Seq2SeqTrainer):
                 first = self.state.global_step - number + 1
                 self._refuse(f"The loss and the gradients must be finite, got NaN or infinity since update {first}")
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, learning_rate=learning_rate, **kwargs)
+
+    def log(self, logs, *args, **kwargs):
+        more = self.replace_batch.logged() if self.replace_batch is not None and "loss" in logs else {}
+        super().log(logs | more, *args, **kwargs)
 
     def _check_weights(self) -> None:
         trained = (weight for weight in self.model.parameters() if weight.requires_grad)

@@ -153,8 +153,9 @@ def rerank(parser: argparse.ArgumentParser) -> None:
     add("--source", type=file, required=True, help="file with one source in each line")
     text = "JSON file of the weights, which --target writes and --output reads"
     add("--weights", type=path, required=True, help=text)
-    add("--target", type=file, help="file with one reference in each line, to tune the weights")
-    add("--output", type=path, help="file to write the best candidate of each source to")
+    either = parser.add_mutually_exclusive_group(required=True).add_argument
+    either("--target", type=file, help="file with one reference in each line, to tune the weights")
+    either("--output", type=path, help="file to write the best candidate of each source to")
     options.add_model(parser, "--reverse_model", help="folder or Hub id of a model from target to source")
     options.add_judges(parser)
     text = "files with one score in each line, one line for each candidate"

@@ -63,14 +63,17 @@ def test_candidates_of_a_model_are_reranked(tmp_path, capsys):
     source, weights, nbest = (str(tmp_path / name) for name in ("source", "weights.json", "nbest"))
     options = "--num_beams 4 --num_return_sequences 4 --max_new_tokens 6 --n_best".split()  # noqa: SIM905
     execute("generate", [str(folder), "--input", source, *options, "--output", nbest])
-    words = [nbest, "--source", source, "--weights", weights, "--reverse_model", str(reverse)]
+    (tmp_path / "scores").write_text("0.5\n" * 8, encoding="utf-8")
+    words = [nbest, "--source", source, "--weights", weights, "--scores", str(tmp_path / "scores")]
+    words += ["--reverse_model", str(reverse)]
     execute("rerank", [*words, "--target", str(tmp_path / "target"), "--tuned_metric", "cer"])
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "weights.json").read_text("utf-8"))
+    assert json.loads((tmp_path / "weights.json").read_text("utf-8")).keys() >= {"scores_1", "backward"}
     execute("rerank", [*words, "--output", str(tmp_path / "out")])
     candidates = [line.split(" ||| ")[1] for line in (tmp_path / "nbest").read_text("utf-8").splitlines()]
     chosen = (tmp_path / "out").read_text("utf-8").splitlines()
     assert [line in candidates[start : start + 4] for line, start in zip(chosen, (0, 4), strict=True)] == [True, True]
     with pytest.raises(ValueError, match=r"`weights` must have the scores of this command"):
         execute("rerank", [*words[:-2], "--output", str(tmp_path / "other")])
-    with pytest.raises(ValueError, match="`target` must be given to tune the weights, or `output`"):
+    with pytest.raises(ValueError, match="one of the arguments --target --output is required"):
         execute("rerank", words)

@@ -83,9 +83,7 @@ def test_heads_equal_those_of_transformers(family, kind, tmp_path):
     for name in names:
         given, expected = (output[name] if kind == "texts" else output[name][is_text] for output in outputs)
         assert_close(given, expected, name)
-    losses = [
-        output.last_hidden_state[is_text].square().mean() if kind == "encoder" else output.loss for output in outputs
-    ]
+    losses = [out.last_hidden_state[is_text].square().mean() if kind == "encoder" else out.loss for out in outputs]
     assert_close(*losses, "loss")
     for loss in losses:
         loss.backward()

@@ -27,9 +27,7 @@ from metaphrase.scripts.__main__ import run
 from metaphrase.tokenization import TokenizerPair
 
 # A separate head of 8 bits is refused.
-FILES = [
-    (network, kind) for network in NETWORKS for kind in ("npz", "bin") if (network, kind) != ("three-embeddings", "bin")
-]
+FILES = [(name, kind) for name in NETWORKS for kind in ("npz", "bin") if (name, kind) != ("three-embeddings", "bin")]
 
 
 @pytest.mark.parametrize(("network", "kind"), FILES)
@@ -162,7 +160,7 @@ OTHER_NETWORKS |= {"transformer-no-affine": [{"nested": [1] * 100}]}
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name in OTHER_NETWORKS for value in OTHER_NETWORKS[name]]
+    ("name", "value"), [(name, value) for name, values in OTHER_NETWORKS.items() for value in values]
 )
 def test_other_networks_are_refused_by_option_and_value(name, value, tmp_path):
     options, weights = write_model(tmp_path / "theirs")

@@ -104,9 +104,7 @@ def train_by_marian(folder, network, vocabularies, **options):
     assert pymarian.Trainer(**options | COMMON).train() == 0
 
 
-TRAINED = [(network, JOINT, {}) for network in NETWORKS] + [
-    (network, JOINT, depths) for network, depths in DEPTHS.items()
-]
+TRAINED = [(name, JOINT, {}) for name in NETWORKS] + [(name, JOINT, depths) for name, depths in DEPTHS.items()]
 TRAINED += [("two-embeddings", TWO, {}), ("three-embeddings", TWO, {"dec-depth": 1})]
 
 

@@ -107,9 +107,7 @@ def test_weights_are_read_or_refused_with_their_line(tmp_path, load, name, weigh
     columns, report = {"weight_column": 2 if name == "numbers.tsv" else "w"}, DataReport()
     expected = [("a", "b", 0.5), ("c", "d", 1000.0), ("e", "f", 0.0)][: 3 if weight == "0" else 2]
     if weight != "0":
-        with pytest.raises(
-            ValueError, match=rf"{name}, .* [234] must hold a finite number of at least 0 .*'{weight}'\."
-        ):
+        with pytest.raises(ValueError, match=rf"{name}, .* [234] .* finite number of at least 0 .*'{weight}'\."):
             load(file=name, **columns)
     pairs = load(file=name, **columns, malformed="skip", report=report)
     assert [*zip(*(pairs[side] for side in ("source", "target", "weight")), strict=True)] == expected

@@ -90,9 +90,7 @@ def test_a_head_begins_with_a_trained_body_and_learns_by_the_stock_trainer(model
     inputs |= labels_for(model, inputs)
     rows = [{name: values[row] for name, values in inputs.items()} for row in range(len(inputs["input_ids"]))]
     fields = {"per_device_train_batch_size": 3, "max_steps": 30, "learning_rate": 1e-2, "report_to": "none"}
-    arguments = transformers.TrainingArguments(
-        tmp_path / "run", **fields, use_cpu=True, disable_tqdm=True, save_strategy="no"
-    )
+    arguments = transformers.TrainingArguments(tmp_path, **fields, use_cpu=True, disable_tqdm=True, save_strategy="no")
     trainer = transformers.Trainer(model, arguments, train_dataset=rows)
     before = run(model.eval(), **inputs).loss
     trainer.train()

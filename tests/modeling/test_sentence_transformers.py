@@ -33,9 +33,7 @@ def test_a_loss_of_the_library_trains(folder, tmp_path):
     before = model.encode(TEXTS, show_progress_bar=False, convert_to_tensor=True)
     pairs = datasets.Dataset.from_dict({"anchor": TEXTS, "positive": TEXTS[::-1]})
     fields = {"num_train_epochs": 1, "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True}
-    arguments = SentenceTransformerTrainingArguments(
-        str(tmp_path / "out"), **fields, disable_tqdm=True, learning_rate=0.01
-    )
+    arguments = SentenceTransformerTrainingArguments(tmp_path / "out", **fields, disable_tqdm=True, learning_rate=0.01)
     loss = MultipleNegativesRankingLoss(model)
     SentenceTransformerTrainer(model, arguments, train_dataset=pairs, loss=loss).train()
     after = model.encode(TEXTS, show_progress_bar=False, convert_to_tensor=True)

@@ -47,9 +47,7 @@ def test_freed_pages_are_not_faulted_in_again():
     assert after * 4 < before
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the processor has no products in bfloat16"
-)
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no products in bfloat16")
 def test_kernels_of_few_shapes_are_kept():
     environment = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
     made = run_python(KERNELS, env=environment | {"ONEDNN_VERBOSE": "profile_create"}).count("create:cache_miss")

@@ -145,9 +145,7 @@ def test_evaluate_reads_files_as_training_does(cli_model, files, tmp_path, capsy
     words = [cli_model, "--device", "cpu", "--metrics", "chrf", "--output", str(tmp_path / "m.json")]
     execute(evaluate, [*words, "--source", files[0], "--target", files[1]])
     expected = json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))
-    rows = [
-        f"{number}\t{target}\t{source}" for number, (source, target) in enumerate(zip(SOURCES, TARGETS, strict=True))
-    ]
+    rows = [f"{index}\t{target}\t{source}" for index, (source, target) in enumerate(zip(SOURCES, TARGETS, strict=True))]
     numbered, named = tmp_path / "numbered.tsv", tmp_path / "named.tsv"
     numbered.write_text("\n".join(rows), encoding="utf-8")
     named.write_text("\n".join(["id\tde\ten", *rows, "no pair"]), encoding="utf-8")

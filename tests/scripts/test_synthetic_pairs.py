@@ -139,6 +139,7 @@ def test_best_and_worst_candidates_are_preferences(cli_model, folder, caplog):
         ("distill", ["--input", "train.tsv", "--select", "chrf"], "`num_return_sequences` above 1, got 1"),
         ("distill", ["--input", "train.en", "--source_column", "1"], "`source_column` must come with one file of"),
         ("distill", ["--input", "train.tsv", "--preferences"], "`select` must be given with `preferences`"),
+        ("distill", ["--select", "chrf", "--preferences", "--resume"], "`resume` must not be given with `preferences`"),
         ("distill", ["--target", "train.de"], "`input` must be given with `target`"),
         ("distill", ["--input", "broken.tsv"], "got 1 in line 2. `metaphrase filter` drops such lines"),
         ("distill", ["--input", "train.tsv", "--output", "train.tsv", "--overwrite"], "another file than `input`"),

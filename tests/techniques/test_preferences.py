@@ -200,7 +200,7 @@ OTHERS += [{"augmentation": {"typos": 0.1}}, {"label_smoothing_factor": 0.1}]
 
 @pytest.mark.parametrize("fields", OTHERS, ids=str)
 def test_what_contradicts_is_refused(fields):
-    with pytest.raises(MetaphraseError, match=r"must not both be given, because|must be 0 with `rejected_column`"):
+    with pytest.raises(MetaphraseError, match=r"must not both be given, because|must be 0 with `reward`"):
         Recipe.from_mapping({"train_file": "a.tsv", "max_steps": 1, "rejected_column": 2, **fields}, "a test").checked()
 
 

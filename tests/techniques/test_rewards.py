@@ -14,6 +14,7 @@ from metaphrase.analysis.judges import Judge
 from metaphrase.data.collators import PackedCollator, PairCollator
 from metaphrase.decoding.fast_generation import sample_by_prefix
 from metaphrase.inference import decode
+from metaphrase.modeling import IGNORED_LABEL
 from metaphrase.techniques import rewards
 from metaphrase.techniques.preferences import target_log_probs
 from metaphrase.techniques.rewards import WEIGHTS, RewardTraining, pack, unpack
@@ -137,17 +138,25 @@ def test_weights_of_equal_candidates_add_up_beside_the_reference(monkeypatch):
     assert batch["labels"][0].tolist() == [*first, *second, *reference, *reference]
 
 
-def test_batch_is_read_back():
+def test_batch_is_read_back(monkeypatch):
     pairs = small_pairs(5)
     rows = [(pair["input_ids"], tuple(pair["labels"])) for pair in pairs]
     for batch in (PairCollator(0)(pairs), PackedCollator(0, 8)(pairs)):
         assert sorted(unpack(batch)) == sorted(rows)
         lengths = [len(source) for source, _ in unpack(batch)]
         assert lengths == sorted(lengths, reverse=True)
+    # A batch without labels stays as it is.
+    batch["labels"][:] = IGNORED_LABEL
+    assert make_reward(monkeypatch, None)(tiny_model(), batch).keys() == batch.keys()
+
+
+def test_bleu_has_the_tokenizer_of_the_run():
+    texts = [], ["我们明天去北京"], ["我们明天去上海"]
+    assert rewards.load_reward("bleu", "char").score(*texts)[0] > 2 * rewards.load_reward("bleu").score(*texts)[0]
 
 
 def make_reward(monkeypatch, score, **fields):
-    monkeypatch.setattr(rewards, "load_reward", lambda name: Judge(name, score, False))
+    monkeypatch.setattr(rewards, "load_reward", lambda name, _: Judge(name, score, False))
     recipe = Recipe.from_mapping(
         {"train_file": "train.tsv", "model_name_or_path": "base", "reward": "any:score", "num_candidates": 4, **fields},
         "a test",
@@ -209,11 +218,12 @@ PARTLY = {"lora_rank": 8, "gradient_checkpointing": True, "gradient_accumulation
 
 @pytest.mark.parametrize(("loss", "more"), [("risk", {}), ("rloo", {}), ("grpo", {}), ("rloo", PARTLY)], ids=str)
 def test_reward_rises_and_a_resumed_run_is_equal(loss, more, scores, data, base, tmp_path):
-    fields = {**FIELDS, **more, **base, "reward": f"{scores}:num_vowels", "reward_loss": loss, "save_total_limit": 9}
+    fields = {**FIELDS, **more, **base, "reward": f"{scores}:num_vowels", "reward_loss": loss, "logging_steps": 4}
     train(data, tmp_path / "run", **fields)
     logged = [entry["reward"] for entry in read_log(tmp_path / "run", "reward")]
-    assert len(logged) == 12 and sum(logged[6:]) / 6 > sum(logged[:3]) / 3 + 0.3
-    compare_resumed(data, tmp_path / "run", **fields)
+    assert len(logged) == 3 and logged[2] > logged[0] + 0.2
+    cut = compare_resumed(data, tmp_path / "run", **fields)
+    assert [entry["reward"] for entry in read_log(cut, "reward")] == logged
 
 
 @pytest.mark.parametrize(("score", "rule"), [("not_a_number", "finite scores, got nan"), ("too_few", "scores, got 1")])

@@ -101,9 +101,16 @@ def test_a_run_that_stops_in_any_stage_goes_on(words, tmp_path, monkeypatch):
 
 def test_too_little_time_for_the_reverse_model_leaves_the_pairs_alone(words, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(stages, "_LEAST_UPDATES", 1.1)
-    result = run(words, *TEXT)[1]
+    result = run(words, *TEXT, "--time_budget", "10m")[1]
     assert "The time held 100 % of the updates of the reverse model" in caplog.text
     assert result["data"]["num_train"] == 10 and not (tmp_path / "run" / "stages" / "mixture.jsonl").exists()
+
+
+def test_reverse_model_has_the_other_tokenizers(tmp_path):
+    words = ["--train_file", "a.tsv", "--monolingual_target", "b.txt", "--output_dir", str(tmp_path)]
+    words += ["--tokenizer_kind", "char", "--target_tokenizer_kind", "word", "--vocab_size", "30"]
+    recipe = stages._StagedRun(stages.choose_stages(load_recipe(None, words)), None, 0.0).recipe_of("reverse")
+    assert (recipe.tokenizer_kind, recipe.target_tokenizer_kind, recipe.vocab_size) == ("word", "char", 30)
 
 
 def test_seeds_follow_the_stages_before_them(words, tmp_path):
@@ -118,7 +125,11 @@ def test_a_stage_begins_with_the_weights_of_another(words, tmp_path):
     stages = (
         "{easy: {train_file: train.tsv, learning_rate: 0.01}, hard: {start: easy, train_file: test.tsv, max_steps: 1}}"
     )
-    run(words, "--num_validation", "0", "--stages", stages, "--learning_rate", "0", "--weight_decay", "0")
+    words += ["--num_validation", "0", "--stages", stages, "--learning_rate", "0", "--weight_decay", "0"]
+    # A dry run knows the weights of no stage.
+    experiment, _ = train.train(load_recipe(None, words), is_dry_run=True)
+    assert (experiment.recipe.learning_rate, experiment.recipe.model_name_or_path) == (0.01, None)
+    run(words)
     easy, hard = (
         load_file(path / "model.safetensors") for path in (tmp_path / "run" / "stages" / "easy", tmp_path / "run")
     )

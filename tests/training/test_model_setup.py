@@ -105,10 +105,15 @@ def settled(data, tmp_path):
 
 
 def test_a_reward_keeps_the_length_limit_of_its_base(settled):
-    limits = [
-        settled({"max_length": 999}, **own, generation_max_length=None).max_length for own in ({"reward": "bleu"}, {})
-    ]
+    fields = {"generation_max_length": None, "label_smoothing_factor": 0.0}
+    limits = [settled({"max_length": 999}, **own, **fields).max_length for own in ({"reward": "bleu"}, {})]
     assert limits[0] == 999 > limits[1]
+
+
+def test_suppressed_tokens_join_those_of_the_base(settled):
+    assert settled({"suppress_tokens": [7, 9]}, suppress_tokens=["<s>"]).suppress_tokens == [1, 7, 9]
+    with pytest.raises(ValueError, match="`suppress_tokens` must be tokens of the target tokenizer, got '<x>'"):
+        settled({}, suppress_tokens=["<s>", "<x>"])
 
 
 @pytest.mark.parametrize(

@@ -294,9 +294,8 @@ LEFT_OUT = {
 # Fields that must come together.
 _NEEDS = {f"{split}_source_file": f"{split}_target_file" for split in SPLITS}
 _NEEDS |= {target: source for source, target in _NEEDS.items()}
-_NEEDS |= {"target_tokenizer_name_or_path": "tokenizer_name_or_path"}
-# A new model has nothing to adapt, and writes no candidates.
-_NEEDS |= dict.fromkeys(("lora_rank", "reward"), "model_name_or_path")
+_NEEDS |= {"target_tokenizer_name_or_path": "tokenizer_name_or_path", "lora_rank": "model_name_or_path"}
+_NEEDS |= {"reward": "model_name_or_path"}
 _FILES = tuple(f"{split}{kind}" for split in SPLITS for kind in ("_file", "_source_file"))
 _PAIR_SOURCES = (*_FILES, "dataset_name", "streaming", "num_validation", "num_test")
 _OF_EACH_TASK: tuple[str, ...] = (*_PAIR_SOURCES, "source_prefix", "source_column", "target_column", "objective")
@@ -326,7 +325,7 @@ _CONFLICTS = (
     *((name, ("rejected_column",), "such pairs are read as a whole, and stay as they are") for name in _CHANGING),
     ("monolingual_target", ("tasks", "objective", *_THIRD_COLUMNS), "a model of plain pairs writes its sources"),
     ("num_seeds", ("objective",), "no scores join the models"),
-    ("reward", ("r_drop_alpha", "objective"), "candidates of a model take the place of pairs"),
+    ("reward", ("r_drop_alpha", "objective", "weight_column"), "candidates of a model take the place of pairs"),
     ("joint_vocabulary", (*_OF_TWO_VOCABULARIES, "target_tokenizer_name_or_path"), "it has one tokenizer"),
     ("tokenizer_name_or_path", _OF_NEW_TOKENIZER, "a tokenizer that exists is as it was trained"),
     ("model_name_or_path", _OF_NEW_TOKENIZER, "the model has a tokenizer as it was trained"),
@@ -374,8 +373,10 @@ def check_recipe(recipe: Any) -> None:
     require(recipe.reward in (None, *METRICS) or is_judge, "reward", rule)
     is_fair = recipe.candidates == "sample" or recipe.reward_loss == "risk"
     require(is_fair, "candidates", "be sample, unless `reward_loss` is risk")
-    can_smooth = recipe.rejected_column is None or not recipe.label_smoothing_factor
-    require(can_smooth, "label_smoothing_factor", "be 0 with `rejected_column`, whose loss knows no smoothing")
+    can_smooth = recipe.reward is recipe.rejected_column is None or not recipe.label_smoothing_factor
+    require(
+        can_smooth, "label_smoothing_factor", "be 0 with `reward` and `rejected_column`, whose targets have weights"
+    )
     _check_selection(recipe)
     if has_budget:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)

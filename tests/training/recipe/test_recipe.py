@@ -220,6 +220,8 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "metric_for_be
         ({"tasks": {"a": {}}, "monolingual_target": "a"}, ("monolingual_target", "tasks")),
         ({"weight_column": 2, "train_source_file": "a"}, ("weight_column", "train_source_file")),
         ({"reward": "blue"}, ("reward",)),
+        ({"reward": "bleu", "weight_column": "weight"}, ("reward", "weight_column")),
+        ({"reward": "bleu", "model_name_or_path": "x", "label_smoothing_factor": 0.1}, ("label_smoothing_factor",)),
         ({"reward": "bleu", "model_name_or_path": "x", "candidates": "beam"}, ("candidates", "reward_loss")),
         ({"joint_vocabulary": True, "target_vocab_size": 9}, ("joint_vocabulary", "target_vocab_size")),
         ({"target_tokenizer_name_or_path": "x"}, ("target_tokenizer_name_or_path", "tokenizer_name_or_path")),
