@@ -373,10 +373,9 @@ def check_recipe(recipe: Any) -> None:
     require(recipe.reward in (None, *METRICS) or is_judge, "reward", rule)
     is_fair = recipe.candidates == "sample" or recipe.reward_loss == "risk"
     require(is_fair, "candidates", "be sample, unless `reward_loss` is risk")
-    can_smooth = recipe.reward is recipe.rejected_column is None or not recipe.label_smoothing_factor
-    require(
-        can_smooth, "label_smoothing_factor", "be 0 with `reward` and `rejected_column`, whose targets have weights"
-    )
+    has_weights = recipe.reward is not None or recipe.rejected_column is not None
+    rule = "be 0 with `reward` and `rejected_column`, whose targets have weights"
+    require(not (has_weights and recipe.label_smoothing_factor), "label_smoothing_factor", rule)
     _check_selection(recipe)
     if has_budget:
         check_beside_budget(recipe, recipe.max_tokens_per_batch)
