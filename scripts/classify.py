@@ -3,14 +3,16 @@
 import argparse
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from metaphrase.analysis.judges import choose, compute_features, load_judge, read_candidates, tune
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference import Generator
+from metaphrase.inference.batches import numbering
 from metaphrase.inference.generator import read_chunks
 from metaphrase.inference.line_files import OutputFile, as_lines, check_files
 from metaphrase.inference.progress import progress_bar
@@ -28,8 +30,8 @@ def main(arguments: argparse.Namespace) -> None:
     check_files({"input": arguments.input}, arguments.output)
     generator = Generator.from_pretrained(arguments.model, engine="torch", **chosen_loading_options(arguments))
     with OutputFile(arguments.output) as output:
-        for texts in _read(arguments):
-            for row in generator.choice_scores(texts, arguments.choices):
+        for rows in _results(arguments, lambda texts: generator.choice_scores(texts, arguments.choices)):
+            for row in rows:
                 best = arguments.choices[row.argmax()]
                 output.write("\t".join([as_lines([best])[:-1], *(f"{value:.6f}" for value in row)]) + "\n")
         output.finish()
@@ -44,8 +46,7 @@ def embed(arguments: argparse.Namespace) -> None:
     total, done, matrix = count_lines(arguments.input), 0, None
     generator = Generator.from_pretrained(arguments.model, engine="torch", **chosen_loading_options(arguments))
     with file_in_one_step(Path(arguments.output)) as path:
-        for texts in _read(arguments):
-            rows = generator.embed(texts)
+        for rows in _results(arguments, generator.embed):
             if matrix is None:
                 matrix = np.lib.format.open_memmap(path, "w+", np.float32, (total, rows.shape[1]))
             matrix[done : done + len(rows)] = rows
@@ -56,12 +57,14 @@ def embed(arguments: argparse.Namespace) -> None:
         generator.log_counts(done)
 
 
-def _read(arguments: argparse.Namespace) -> Iterator[list[str]]:
-    """Yield the lines of the input in chunks, with progress."""
+def _results(arguments: argparse.Namespace, work: Callable[[list[str]], Any]) -> Iterator[Any]:
+    """Yield the results of a work for chunks of the lines of the input, with progress."""
     lines = iterate_lines(arguments.input, arguments.max_line_characters)
     with progress_bar(count_lines(arguments.input), "line", not arguments.quiet) as bar:
         for chunk in read_chunks(lines, _CHUNK):
-            yield chunk.texts
+            with numbering(range(chunk.first + 1, chunk.first + 1 + len(chunk.texts))):
+                result = work(chunk.texts)
+            yield result
             bar.update(len(chunk.texts))
 
 
@@ -85,14 +88,12 @@ def rerank(arguments: argparse.Namespace) -> None:
     more = {f"scores_{n}": np.array([*map(float, read(path))]) for n, path in enumerate(arguments.scores, start=1)}
     for name, values in more.items():
         if len(values) != len(texts):
-            raise MetaphraseError(
-                f"`scores` must have a line for each candidate, {len(texts)}, got {len(values)} in {name}."
-            )
+            raise MetaphraseError(f"`scores` must have {len(texts)} lines, as candidates, got {len(values)} in {name}.")
+    references = [] if arguments.target is None else read(arguments.target)
+    if arguments.target is not None and len(references) != len(sources):
+        raise MetaphraseError(f"`target` must have {len(sources)} lines, as `source`, got {len(references)}.")
     features = compute_features(sources, indices, texts, scores, reverse, judges, more, not arguments.quiet)
     if arguments.target is not None:
-        references = read(arguments.target)
-        if len(references) != len(sources):
-            raise MetaphraseError(f"`target` must have {len(sources)} lines, as `source`, got {len(references)}.")
         weights, best, first = tune(features, indices, texts, references, arguments.tuned_metric)
         logger.info("%s %.2f, and %.2f without other scores", arguments.tuned_metric, best, first)
         with file_in_one_step(Path(arguments.weights)) as path:
@@ -101,9 +102,7 @@ def rerank(arguments: argparse.Namespace) -> None:
         return
     weights = read_json(Path(arguments.weights))
     if unknown := weights.keys() ^ features.keys():
-        raise MetaphraseError(
-            f"`weights` must have the scores of this command, {[*features]}, got another {min(unknown)!r}."
-        )
+        raise MetaphraseError(f"`weights` must have the scores of this command, {[*features]}, got {min(unknown)!r}.")
     with OutputFile(arguments.output) as output:
         for row in choose(features, weights, indices):
             output.write(as_lines([texts[row]]))

@@ -36,7 +36,7 @@ def main(arguments: argparse.Namespace) -> None:
     path = arguments.api_keys
     words = os.environ.get("METAPHRASE_API_KEYS", "").split(",")
     if path is not None:
-        words = Path(path).read_text(encoding="utf-8").splitlines()
+        words = Path(path).read_text("utf-8-sig").splitlines()
     keys = [word.strip() for word in words if word.strip()]
     if path is not None and not keys:
         raise MetaphraseError(f"`api_keys` must have a key on each line, got none in {path!r}.")
@@ -54,9 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
         languages = f"{','.join(model.source_languages[:5])} to {','.join(model.target_languages[:5])}"
         logger.info("Model %s: %s%s.", model.name, model.task, f", {languages}" if model.source_languages else "")
     routes = [(source, target, route) for source, row in service.routes.items() for target, route in row.items()]
-    if pivots := [
-        f"{source}-{route.language}-{target}" for source, target, route in routes if isinstance(route, Pivot)
-    ]:
+    if pivots := [f"{first}-{route.language}-{last}" for first, last, route in routes if isinstance(route, Pivot)]:
         logger.info("Pairs of two models in a row: %s.", ", ".join(pivots[:9]) + ", ..." * (len(pivots) > 9))
     # The garbage collector, which stops all threads, need not search the models.
     gc.freeze()

@@ -1,9 +1,11 @@
 """Source and target tokenizer of a model: encoding and decoding, languages, and ids of phrases."""
 
+import contextlib
 import copy
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ TARGET_SUBFOLDER = "target_tokenizer"
 _TEXTS_PER_CALL = 10_000
 # About 30 MB of words with their ids.
 _MAX_WORDS = 100_000
+_MODES = threading.RLock()
 # Returns the ids of a text from its number and its encoding.
 Segment = Callable[[int, Encoding], list[int]]
 
@@ -169,12 +172,14 @@ class TokenizerPair:
 
         `segment` returns the ids of another segmentation (fast tokenizers).
         """
-        return _encode(self.source, texts, "text", segment)
+        with mode_lock(self.source):
+            return _encode(self.source, texts, "text", segment)
 
     def encode_targets(self, texts: list[str], segment: Segment | None = None) -> list[list[int]]:
         """Return the ids of each target text, like `encode_sources`, in the tokenizer's mode for targets if it has one."""
         check_target_language(self.target)
-        return _encode(self.target, texts, "text_target", segment)
+        with mode_lock(self.target):
+            return _encode(self.target, texts, "text_target", segment)
 
     def decode_targets(self, ids: torch.Tensor | np.ndarray | list) -> list[str]:
         """Return the text of each row of ids (B, T), without special tokens. Ignored labels (-100) count as padding."""
@@ -217,6 +222,11 @@ def _load(name_or_path: str | os.PathLike, *, trust_remote_code: bool, **kwargs:
             f"The files of the tokenizer in {os.fspath(name_or_path)!r}, such as `tokenizer.json`, cannot be loaded: "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
+
+
+def mode_lock(tokenizer: PreTrainedTokenizerBase) -> contextlib.AbstractContextManager:
+    """Return a lock if the tokenizer has a mode for targets. It is a state, which other threads would encode their sources in."""
+    return _MODES if hasattr(tokenizer, "_switch_to_target_mode") else contextlib.nullcontext()
 
 
 def _encode(

@@ -57,12 +57,10 @@ class Judge:
             columns = [list(column) for column in zip(*part, strict=True)]
             scores = [float(value) for value in self.score(*columns[:2], None if references is None else columns[2])]
             if len(scores) != len(part):
-                raise MetaphraseError(f"The judge {self.name} must return {len(part)} scores, got {len(scores)}.")
+                raise MetaphraseError(f"Judge {self.name} must return {len(part)} scores, got {len(scores)}.")
             for row, value in zip(part, scores, strict=True):
                 if not math.isfinite(value):
-                    raise MetaphraseError(
-                        f"The judge {self.name} must return finite scores, got {value} for {row[1]!r}."
-                    )
+                    raise MetaphraseError(f"Judge {self.name} must return finite scores, got {value} for {row[1]!r}.")
             self._known.update(zip(part, scores, strict=True))
         values = np.array([self._known[row] for row in rows])
         for row in list(self._known)[:-_MOST_ROWS]:
@@ -143,7 +141,7 @@ def read_candidates(lines: Iterator[str], path: str) -> tuple[np.ndarray, list[s
             scores.append(float(middle.pop()))
         except (ValueError, IndexError):
             raise MetaphraseError(
-                f"{path} must hold `index ||| text ||| score`, got {line!r} in line {number}."
+                f"{path} must hold `index ||| text ||| score`, got {line!r}, line {number}."
             ) from None
         texts.append(_SEPARATOR.join(middle))
     if not texts or indices[0] or any(not 0 <= after - before <= 1 for before, after in itertools.pairwise(indices)):

@@ -291,9 +291,7 @@ def make_augmenter(corpus: PairCorpus, tokenizers: TokenizerPair) -> Augmenter:
     if {"rare_words", "recombination"} & rates.keys():
         combinations = learn_combinations(corpus)
         if "rare_words" in rates and not combinations[0].substitutes:
-            raise MetaphraseError(
-                "`augmentation.rare_words` must be left out: no words may stand in the place of others."
-            )
+            raise MetaphraseError("`augmentation.rare_words` must be left out: no words stand in the place of others.")
     if "terms" in rates:
         if not (terms := learn_terms(_sample_pairs(corpus))):
             raise MetaphraseError("`augmentation.terms` must be left out: no words are found to translate each other.")
@@ -322,9 +320,7 @@ def recombined_pairs(corpus: PairCorpus) -> list[tuple[str, str]]:
         drawn = (recombination.draw(*pair, random) for pair in _sample_pairs(corpus)[:_RECOMBINED_PAIRS])
         corpus.learned["recombined"] = pairs = [pair for pair in drawn if pair is not None]
         if not pairs:
-            raise MetaphraseError(
-                "`augmentation.recombination` must be left out: no parts of pairs are found in others."
-            )
+            raise MetaphraseError("`augmentation.recombination` must be left out: no parts of pairs are in others.")
         logger.info("%sRecombined %d of %d pairs, such as:", corpus.label, len(pairs), _RECOMBINED_PAIRS)
         for source, target in pairs[:_EXAMPLES]:
             logger.info("  %s\n    %s", source, target)

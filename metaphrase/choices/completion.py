@@ -249,6 +249,8 @@ def _cost_of(recipe: Recipe, data: Data, tokens: rules.TokenProfile) -> rules.St
 def free_memory() -> int:
     """Return the bytes that this process may take for training, on the accelerator or else in main memory."""
     if torch.cuda.is_available():
+        # Memory that torch keeps for later is free.
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
     return free_main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
@@ -266,7 +268,7 @@ def choose_dataset(recipe: Recipe) -> Recipe:
     name, config = recipe.dataset_name, recipe.dataset_config_name
     if name is None:
         return recipe
-    splits = list(datasets.load_dataset(name, config))
+    splits = list(datasets.load_dataset(name, config, streaming=recipe.streaming))
     reason = f"{name} has the splits {', '.join(splits)}"
     validation = next((split for split in _VALIDATION_NAMES if split in splits), None)
     if validation is not None and recipe.is_open(*_VALIDATION):
@@ -275,7 +277,8 @@ def choose_dataset(recipe: Recipe) -> Recipe:
         recipe = recipe.choose(reason, dataset_test_split="test")
     if recipe.is_open("source_column", "target_column"):
         # The split may be a part, such as `train[:10%]`.
-        row = next(iter(datasets.load_dataset(name, config, split=recipe.dataset_train_split)), {})
+        options = {"split": recipe.dataset_train_split, "streaming": recipe.streaming}
+        row = next(iter(datasets.load_dataset(name, config, **options)), {})
         source, target = find_columns(row, name, config)
         recipe = recipe.choose(f"{name} has the columns {', '.join(row)}", source_column=source, target_column=target)
     return recipe

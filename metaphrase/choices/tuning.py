@@ -115,15 +115,17 @@ class Tuning:
         self.space, self.start = search_space(recipe)
         score = (recipe.metrics or [DEFAULT_METRIC])[0] if decodes(recipe) else "loss"
         self.metric = (recipe.metric_for_best_model or score).removeprefix("eval_")
+        # A search that ends here has not begun.
+        plan = None if self.is_resumed else self._plan()
         self.study = optuna.create_study(
             storage=f"sqlite:///{(self.folder / STUDY_NAME).absolute()}",
             study_name="tune",
             load_if_exists=True,
             direction="minimize" if is_better_lower(self.metric) else "maximize",
         )
-        if not self.is_resumed:
+        if plan is not None:
             recipe.save(self.folder / START_NAME)
-            self.study.set_user_attr("plan", self._plan())
+            self.study.set_user_attr("plan", plan)
         # Trials after a resumption are as long as before.
         plan = self.study.user_attrs["plan"]
         self.share, self.seconds, updates = plan["share"], plan["seconds"], plan["updates"]
@@ -161,17 +163,17 @@ class Tuning:
         recipe = self._trial_recipe(self._rounded(trial.params)).replace(run_name=name)
         arguments, scores = make_arguments(recipe), _TrialScores(trial, self.metric)
         set_seed(arguments.seed)
-        trainer = make_trainer(recipe, arguments, self.data, make_model(recipe, self.data), self.experiment.scores)
-        deadline = min(self.deadline, time.time() + self.seconds)
-        trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
-        for printer in (ProgressLog, TrainingAlerts):
-            trainer.remove_callback(printer)
-        trainer.add_callback(scores)
         try:
+            trainer = make_trainer(recipe, arguments, self.data, make_model(recipe, self.data), self.experiment.scores)
+            deadline = min(self.deadline, time.time() + self.seconds)
+            trainer.add_callback(TimeBudget(deadline, final_share=0.0, seconds=self.seconds))
+            for printer in (ProgressLog, TrainingAlerts):
+                trainer.remove_callback(printer)
+            trainer.add_callback(scores)
             trainer.train()
         except optuna.TrialPruned:
             self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MetaphraseError) as error:
             logger.warning("Trial %d fails: %s", trial.number, error)
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
         else:
@@ -184,9 +186,9 @@ class Tuning:
         fields = {**_TRIAL_FIELDS, "max_decoded_samples": recipe.max_decoded_samples or 500}
         if recipe.max_steps <= 0:
             fields["num_train_epochs"] = self.share * recipe.num_train_epochs
-        for name in ("max_steps", "warmup_steps", "r_drop_start_step"):
+        for name in ("max_steps", "warmup_steps", "r_drop_start_step", "freeze_steps"):
             # A value of `warmup_steps` below 1 is a share already.
-            if getattr(recipe, name) >= 1:
+            if (getattr(recipe, name) or 0) >= 1:
                 fields[name] = max(1, round(self.share * getattr(recipe, name)))
         return recipe.replace(**fields)
 
@@ -237,6 +239,7 @@ class Tuning:
 _FIXED_GROUPS = ("data", "tasks", "stages", "tokenizer", "evaluation", "search")
 _FIXED = {"model_name_or_path", "time_budget", "max_steps", "num_train_epochs", "average_last", "average_best"}
 _FIXED |= {"output_dir", "seed", "data_seed", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"}
+_FIXED |= {"subword_sampling", "augmentation"}
 _FIXED_PREFIXES = ("eval_", "save_", "logging_", "per_device_eval_", "generation_")
 
 
@@ -308,8 +311,9 @@ def _default_search(recipe: Recipe) -> dict[str, Any]:
     rate, half_range = usual_rate(recipe), math.sqrt(30)
     search: dict[str, Any] = {
         "learning_rate": {"low": rate / half_range, "high": rate * half_range, "log": True},
-        "label_smoothing_factor": {"low": 0.0, "high": 0.2},
     }
+    if recipe.reward is None and recipe.rejected_column is None:
+        search["label_smoothing_factor"] = {"low": 0.0, "high": 0.2}
     if recipe.model_name_or_path is None:
         search["model.dropout"] = {"low": 0.0, "high": 0.4}
     budget, size = recipe.max_tokens_per_batch, recipe.per_device_train_batch_size

@@ -177,9 +177,7 @@ def _write_their_config(family: Family, folder: Path, weights: WeightFiles, outp
     theirs = CONFIG_MAPPING[family.name](dtype=config.dtype, **fields)
     # A T5Gemma 2 labels tokens with its decoder.
     if type(theirs) not in _CLASSES[kind] or (family.name == "t5gemma2" and kind == "ForTokenClassification"):
-        raise MetaphraseError(
-            f"`to` must be a family with such a head, got {family.name!r} for {config.architectures}."
-        )
+        raise MetaphraseError(f"`to` must be a family with this head, got {family.name!r} for {config.architectures}.")
     if kind == "ForSequenceClassification":
         refuse_obstacles(config, {name: (value,) for name, value in family.classifier.items()}, f"no {family.name}")
     model_class = _CLASSES[kind][type(theirs)]

@@ -332,9 +332,7 @@ def _read_config(options: Mapping[str, Any], num_tokens: int, eos_token_id: int)
         # Older versions approximated it by a sigmoid.
         fields["activation_function"] = "quick_gelu"
     if fields["norm_position"] == "pre" and (fields["decoder_self_attention"] != SSRU or version < [1, 12]):
-        logger.warning(
-            "With `transformer-preprocess: n`, Marian's decoder may leave out norms: see docs/conversion.md."
-        )
+        logger.warning("With `transformer-preprocess: n`, Marian's decoder may skip norms: see docs/conversion.md.")
     if fields["decoder_self_attention"] == SSRU and options.get("dec-cell") != SSRU:
         _refuse("dec-cell", SSRU, options.get("dec-cell"))
     tied, tied_src, tied_all = (bool(options.get(name)) for name in _TIES)

@@ -18,6 +18,7 @@ from metaphrase.decoding.fast_generation import encoded_sources, find_obstacle, 
 from metaphrase.decoding.options import are_ends
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.batches import Engine
+from metaphrase.tokenization.tokenizer_pair import mode_lock
 
 DEFAULT_NUM_BEAMS = 10
 # A phrase is a tuple of token ids. START before them lets the phrase count only at the start of the target.
@@ -110,9 +111,7 @@ class PhraseAutomaton:
         """Build the tables. Each constraint has a phrase without START. `special_ids` do not end the start of a target."""
         shortest = [min(len(phrase) for phrase in phrases if START not in phrase) for phrases in constraints]
         longest = [max(len(phrase) - phrase.count(START) for phrase in phrases) for phrases in constraints]
-        prefixes = {
-            phrase[:length] for phrases in constraints for phrase in phrases for length in range(len(phrase) + 1)
-        }
+        prefixes = {phrase[:end] for phrases in constraints for phrase in phrases for end in range(len(phrase) + 1)}
         numbers = {prefix: number for number, prefix in enumerate(sorted(prefixes, key=len))}
         alphabet = sorted({token for prefix in prefixes for token in prefix} - {START})
         # All tokens outside the phrases are symbol 0.
@@ -299,7 +298,8 @@ def encode_phrase(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[l
 
 
 def _encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text_target=text, add_special_tokens=False, verbose=False)["input_ids"]
+    with mode_lock(tokenizer):
+        return tokenizer(text_target=text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

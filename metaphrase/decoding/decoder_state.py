@@ -299,9 +299,7 @@ class DecoderState:
         self._target_cache = KeyValueCache(self._source_cache.keys[..., :0], self._source_cache.values[..., :0, :])
         # The states of a recurrence in place of the target cache, (rows, D) for each layer.
         size = len(encoder_output), decoder.sizes.hidden_size
-        self._states = [
-            encoder_output.new_zeros(size, dtype=torch.float32) for layer in self.layers if layer.is_recurrent
-        ]
+        self._states = [encoder_output.new_zeros(size, dtype=torch.float32) for one in self.layers if one.is_recurrent]
         # Tables over positions: each position bias (H, positions), embeddings (positions, D), and cosine and sine
         # (positions, rotated).
         self.num_positions = 0

@@ -24,6 +24,8 @@ from metaphrase.inference.generator import Generator
 from metaphrase.modeling.configuration_metaphrase import SSRU
 
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
+# Other models, with `input_ids` and `attention_mask` (sources, S) of the same sources.
+Models = Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]]
 
 
 def join_generators(generator: Generator, options: dict[str, Any]) -> tuple[list[Generator], Callable]:
@@ -74,16 +76,9 @@ def _check_partner(generator: Generator, partner: Generator, name: str) -> None:
 
 
 def start_search(
-    state_class: type[DecoderState],
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]],
-    **kwargs,
+    state_class: type[DecoderState], model: PreTrainedModel, input_ids: torch.Tensor, partners: Models, **kwargs
 ) -> tuple[list[Callable[[torch.Tensor], torch.Tensor]], list[DecoderState]]:
-    """Return for each model a function from the decoder's output to logits, and its state before the prompt.
-
-    `partners` are the other models, with `input_ids` and `attention_mask` (sources, S) of the same sources.
-    """
+    """Return for each model a function from the decoder's output to logits, and its state before the prompt."""
     models, config = [model, *(partner for partner, _ in partners)], kwargs["generation_config"]
     obstacles = [fast_generation.find_obstacle(model, input_ids, **kwargs)]
     obstacles += [fast_generation.find_obstacle_of_model(partner, config) for partner in models[1:]]
@@ -119,7 +114,7 @@ class EnsembleSearch:
         self,
         model: PreTrainedModel,
         input_ids: torch.Tensor,
-        partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
+        partners: Models = (),
         return_scores: bool = True,
         **kwargs,
     ) -> GenerateBeamEncoderDecoderOutput:
@@ -129,9 +124,7 @@ class EnsembleSearch:
         projections, states = start_search(state_class, model, input_ids, partners, **kwargs)
 
         def project(hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
-            logits = torch.stack(
-                [head(states) for head, states in zip(projections, hidden_states, strict=True)]
-            ).float()
+            logits = torch.stack([head(part) for head, part in zip(projections, hidden_states, strict=True)]).float()
             mean = logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(logits))
             if config.num_beams > 1 or not processors:
                 # The processors of beam search read log-probabilities.
@@ -187,7 +180,7 @@ class SpeculativeSearch:
         self,
         model: PreTrainedModel,
         input_ids: torch.Tensor,
-        partners: Sequence[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = (),
+        partners: Models = (),
         return_scores: bool = True,
         **kwargs,
     ) -> GenerateBeamEncoderDecoderOutput:

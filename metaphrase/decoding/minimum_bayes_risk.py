@@ -76,9 +76,7 @@ def generate_mbr(
         judge = _load_judge(utility, getattr(generator.model, "device", None))
     options = read_options(options)
     if "num_return_sequences" in options:
-        raise MetaphraseError(
-            f"`num_return_sequences` is set by `num_candidates`, got {options['num_return_sequences']}."
-        )
+        raise MetaphraseError(f"`num_candidates` sets `num_return_sequences`, got {options['num_return_sequences']}.")
     has_beams = (options.get("num_beams") or 1) > 1
     if has_beams:
         settings = {"do_sample": False, **complete_sampling(options)}

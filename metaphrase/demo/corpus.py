@@ -315,9 +315,7 @@ def _draw(seed: int, max_draws: int) -> Iterator[tuple[str, Sentence]]:
         sentence = sampler.sentence()
         if split := split_of_sentence(sentence):
             yield split, sentence
-    raise MetaphraseError(
-        f"The counts of pairs must be within what the grammar gives: not reached in {max_draws} draws."
-    )
+    raise MetaphraseError(f"The counts of pairs must be within the grammar: not reached in {max_draws} draws.")
 
 
 def make_demo_corpus(

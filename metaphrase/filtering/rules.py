@@ -17,9 +17,7 @@ Pair = tuple[str, str]
 _INVISIBLE = str.maketrans(dict.fromkeys("\u200b\ufeff\u00ad"))
 # Thai, Lao, Burmese, Khmer, Japanese and Chinese have no spaces between words.
 _LETTER = r"[^\W_\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
-_MARKS = "".join(
-    character for character in map(chr, range(0x300, 0x10000)) if unicodedata.category(character)[0] == "M"
-)
+_MARKS = "".join(mark for mark in map(chr, range(0x300, 0x10000)) if unicodedata.category(mark)[0] == "M")
 # A run of letters and digits, with their marks, of a script with spaces between words.
 SPACED_WORD = re.compile(rf"{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*")
 # A word, or one letter of a script without spaces, or one other character.

@@ -227,9 +227,7 @@ class WorkFolder:
         for name, size in self._sizes.items():
             if not (self.path / name).exists() or (self.path / name).stat().st_size < size:
                 # The machine stopped before its disk had everything.
-                raise MetaphraseError(
-                    f"{self.path / name} must have at least {size} bytes. Pass --overwrite to start again."
-                )
+                raise MetaphraseError(f"{self.path / name} must have at least {size} bytes. --overwrite starts again.")
         for path in self.path.iterdir():
             if path.name != _STATE:
                 os.truncate(path, self._sizes.get(path.name, 0))

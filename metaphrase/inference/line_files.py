@@ -119,9 +119,7 @@ class OutputFile(contextlib.ExitStack):
         """Empty an old file if nothing was written. Raises `MetaphraseError` if a resumed file holds targets of more sources."""
         if self._old_lines:
             shown = f"{self.num_done} in {self.path}"
-            raise MetaphraseError(
-                f"`output` must not hold more sources than the input, got {shown}. Leave out --resume."
-            )
+            raise MetaphraseError(f"`output` must not hold more sources than the input, got {shown}. Omit --resume.")
         if not self.num_done and self._end is not None:
             self._stream.truncate(self._end)
 

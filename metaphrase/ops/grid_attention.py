@@ -161,9 +161,7 @@ class _GridAttention(torch.autograd.Function):
             weights = all_weights[number] if all_weights else _weights(queries, keys, mask, block, scaling)
             dropped, slope = weights, torch.bmm(outputs_gradient, values.transpose(1, 2))
             if all_masks:
-                dropped, slope = (
-                    apply_mask(entries, all_masks[number], ctx.kept_share) for entries in (dropped, slope)
-                )
+                dropped, slope = (apply_mask(part, all_masks[number], ctx.kept_share) for part in (dropped, slope))
             torch.bmm(dropped.transpose(1, 2), outputs_gradient, out=values_gradient)
             # weights * (slope - sum(weights * slope))
             slope = torch._softmax_backward_data(slope, weights, -1, weights.dtype)

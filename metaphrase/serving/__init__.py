@@ -13,6 +13,4 @@ class Limits:
     max_new_tokens_per_text: int = field(default=1024, metadata={"help": "maximum tokens of a target in a request"})
     max_beams: int = field(default=16, metadata={"help": "maximum beams, and targets of a source, in a request"})
     max_requests: int = field(default=256, metadata={"help": "maximum requests at once; further ones get status 503"})
-    timeout_seconds: float = field(
-        default=60.0, metadata={"help": "longest time of a request; longer ones are refused"}
-    )
+    timeout_seconds: float = field(default=60.0, metadata={"help": "longest time of a request; others are refused"})

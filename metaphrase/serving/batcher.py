@@ -95,7 +95,9 @@ class Batcher:
     def __init__(self, num_threads: int = 1):
         # Called after each batch with the numbers of sentences, of source tokens and of target tokens.
         self.observe: Callable[[int, int, int], None] = lambda *counts: None
-        self._seconds_per_token = self._batch_seconds = 0.0
+        self._batch_seconds = 0.0
+        # Of each model, by its identity.
+        self._seconds_per_token: dict[int, float] = {}
         self._condition = threading.Condition()
         self._random_lock = threading.Lock()  # torch has one stream of random numbers
         self._searches: list[_Search] = []
@@ -200,7 +202,8 @@ class Batcher:
         for order in _ORDERS:
             seconds = 0.0
             for search in sorted(self._searches, key=order):
-                seconds += search.num_tokens * self._seconds_per_token / len(self._threads)
+                rate = self._seconds_per_token.get(id(search.plan.generators[0].model), 0.0)
+                seconds += search.num_tokens * rate / len(self._threads)
                 expected[search] = min(seconds, expected.get(search, seconds))
         for search, seconds in expected.items():
             try:
@@ -244,9 +247,9 @@ class Batcher:
     def _most_tokens(self, generator: Generator) -> int:
         """Return the tokens of a batch that takes about `_LONGEST_BATCH` seconds, within bounds."""
         most = generator.max_tokens_per_batch
-        if not self._seconds_per_token:
+        if not (seconds := self._seconds_per_token.get(id(generator.model))):
             return most
-        return max(int(_SMALLEST_PART * most), min(most, int(_LONGEST_BATCH / self._seconds_per_token)))
+        return max(int(_SMALLEST_PART * most), min(most, int(_LONGEST_BATCH / seconds)))
 
     def _decode(self, rows: list[_Row]) -> None:
         searches = list(dict.fromkeys(search for search, _ in rows))
@@ -288,8 +291,9 @@ class Batcher:
         # A full batch takes no less time. So no request is refused that could end in time.
         size = max(len(rows), min(generator.batch_size, self._most_tokens(generator) // max(lengths)))
         with self._condition:
-            weight = _NEWEST if self._seconds_per_token else 1.0
-            self._seconds_per_token += weight * (seconds / (max(lengths) * size) - self._seconds_per_token)
+            newest, model = seconds / (max(lengths) * size), id(generator.model)
+            before = self._seconds_per_token.get(model, newest)
+            self._seconds_per_token[model] = before + _NEWEST * (newest - before)
             self._batch_seconds = seconds
         self.observe(len(rows), sum(lengths), num_target_tokens)
         return hypotheses

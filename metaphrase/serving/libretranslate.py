@@ -106,7 +106,7 @@ def make_router(service: Service) -> APIRouter:
         if suffix not in (formats := (*_FORMATS, *FILE_SUFFIXES)):
             raise MetaphraseError(f"A file must end in one of {', '.join(formats)}, got {reprlib.repr(name)}.")
         if suffix in _FORMATS:
-            query = Query([content.decode()], **languages, text_format=_FORMATS[suffix])
+            query = Query([content.decode("utf-8-sig")], **languages, text_format=_FORMATS[suffix])
             [[target]], _ = await service.run(request, query, partial(service.translate_texts, query))
             content = target.encode()
         else:

@@ -17,17 +17,17 @@ from metaphrase.filtering.rules import load_identifier
 from metaphrase.inference import Generator
 from metaphrase.serving.batcher import Batcher, QueuedGenerator, Ticket
 from metaphrase.storage.folders import members_of, read_fields
+from metaphrase.texts.documents import LANGUAGES, base_code
 from metaphrase.tokenization import set_languages
 from metaphrase.tokenization.tokenizer_pair import has_languages
 
-# ISO 639-1 code, ISO 639-3 code (as in NLLB's tokenizer), English name, and a sentence for a few languages.
-_ROWS = [line.split("\t") for line in Path(__file__).with_name("languages.tsv").read_text("utf-8").splitlines()]
-NAMES = {code: name for code, _, name, *_ in _ROWS}
-EXAMPLES = {row[0]: row[3] for row in _ROWS if row[3:]}
-_SHORT = {long: code for code, long, *_ in _ROWS}
+NAMES = {code: name for code, _, name, *_ in LANGUAGES}
+EXAMPLES = {row[0]: row[3] for row in LANGUAGES if row[3:]}
 _LABELS = {"nb": "no", "fil": "tl"}  # the identifier's names of languages, where the table has another
 # A shorter text does not tell its language; more characters tell no more.
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 40, 1000
+# Pairs of languages with tokenizers of their own, of which each takes memory.
+_MOST_VARIANTS = 32
 
 
 class UnknownModelError(MetaphraseError):
@@ -81,6 +81,8 @@ class ServedModel:
             spellings = (None, *self._codes.values())
             pair = tuple(code if code in spellings else self._codes[base_code(code)] for code in pair)
             if pair not in self._variants:
+                for oldest in list(self._variants)[:-_MOST_VARIANTS]:
+                    self._variants.pop(oldest, None)
                 generator = copy.copy(generator)
                 # The languages are a state of the tokenizers.
                 generator.tokenizers = copy.deepcopy(generator.tokenizers)
@@ -100,12 +102,6 @@ class Pivot(NamedTuple):
     first: ServedModel
     language: str
     second: ServedModel
-
-
-def base_code(code: str) -> str:
-    """Return the language of a code without script and region, in two letters where they exist: en for EN-US and eng_Latn."""
-    base = code.strip().replace("_", "-").split("-")[0].lower()
-    return _SHORT.get(base, base)
 
 
 def name_of(code: str) -> str:

@@ -94,7 +94,8 @@ def make_router(service: Service) -> APIRouter:
     async def embed(request: Request) -> Response:
         body = await read_body(request, Texts)
         model, texts = service.find_model(body.model), [body.input] if isinstance(body.input, str) else body.input
-        rows = await service.run(request, Query(texts), lambda _: model.generator.embed(texts))
+        read_texts = partial(model.generator.embed, texts)
+        rows = await service.run(request, Query(texts), lambda ticket: model.batcher.call(ticket, read_texts))
         is_coded = body.encoding_format == "base64"
         shown = [base64.b64encode(row.tobytes()).decode() if is_coded else row.tolist() for row in rows]
         data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(shown)]

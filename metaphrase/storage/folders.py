@@ -126,7 +126,7 @@ def check_writable(folder: Path, name: str) -> None:
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         kind = "read-only" if existing.is_dir() else "a file"
         raise MetaphraseError(
-            f"`{name}` must be in a folder that can be written to, got {folder}: {existing} is {kind}."
+            f"`{name}` must be in a folder that you may write to, got {folder}: {existing} is {kind}."
         )
 
 
@@ -171,9 +171,7 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str,
         text = " ".join(str(error).split())
         raise MetaphraseError(f"`{path.name}` must be readable, got an error in {str(path)!r}: {text}") from error
     if not isinstance(content, dict):
-        raise MetaphraseError(
-            f"`{path.name}` must hold fields with values, got {type(content).__name__} in {str(path)!r}."
-        )
+        raise MetaphraseError(f"`{path.name}` must hold fields with values, got {type(content).__name__} in {path}.")
     return content
 
 

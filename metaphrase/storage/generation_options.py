@@ -38,7 +38,7 @@ GENERATION_OPTIONS: dict[str, Option] = {
     "temperature": Option(float, "divide the logits by this value before sampling", 1e-9, 1e9),
     "top_k": Option(int, "sample from the k most probable tokens", 0, _LAST_ID),
     "top_p": Option(
-        float, "sample from the most probable tokens with this total probability (nucleus sampling)", 1e-9, 1
+        float, "sample from the most probable tokens of this total probability (nucleus sampling)", 1e-9, 1
     ),
     "min_p": Option(float, "sample from tokens with at least this share of the highest probability", 0, 1),
     "typical_p": Option(float, "sample from the most typical tokens with this total probability", 1e-9, 1),

@@ -79,9 +79,11 @@ def _is_worse(trainer: MetaphraseTrainer, metric: str, step: int) -> bool:
     """Return True if the model scores worse on the validation pairs than it did at a step. All processes must call it."""
     arguments = trainer.args
     is_loss_alone, arguments.prediction_loss_only = arguments.prediction_loss_only, not trainer.decodes
+    # Else `bf16_full_eval` would round the weights in place.
+    trainer.is_in_train = True
     # Unlike `evaluate`, it leaves the log of the run alone.
     metrics = trainer.predict(trainer.eval_dataset, metric_key_prefix="eval").metrics
-    arguments.prediction_loss_only = is_loss_alone
+    arguments.prediction_loss_only, trainer.is_in_train = is_loss_alone, False
     now = checkpoints.scores_in([{**metrics, "step": step}], metric).get(step, -math.inf)
     before = checkpoints.scores_in(trainer.state.log_history, metric)[step]
     if now < before:

@@ -136,9 +136,7 @@ def sample_lines(
                 lines[index] = text
     shown = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
     if not lines:
-        raise MetaphraseError(
-            f"`monolingual_target` must hold text in the target language, got {path}: {shown or 'nothing'}."
-        )
+        raise MetaphraseError(f"`monolingual_target` must hold the target language, got {path}: {shown or 'nothing'}.")
     draw.shuffle(lines)
     logger.info("%s: %s; %d are drawn.", path, shown, len(lines))
     return lines, dict(counts)

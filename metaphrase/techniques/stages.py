@@ -228,9 +228,8 @@ class _StagedRun:
             shared |= self._written_pairs(shared, name)
         if name == REVERSE:
             shared = without(shared, ["source_prefix"])
-            exchanged = dict(_EXCHANGED)
-            for one, other in _OF_TWO_TOKENIZERS:
-                exchanged |= {one: other, other: one} if {one, other} <= shared.keys() else {}
+            both = [pair for pair in _OF_TWO_TOKENIZERS if shared.keys() >= {*pair}]
+            exchanged = _EXCHANGED | dict(both) | {other: one for one, other in both}
             shared = {exchanged.get(field, field): value for field, value in shared.items()}
         if (start := fields.pop("start", None)) is not None:
             shared = without(shared, _OF_WEIGHTS) | {"model_name_or_path": str(self.work / start)}

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import sentencex
+from torch.nn import Module
 
 from metaphrase.inference.batches import Hypothesis, longest_source
 from metaphrase.inference.generator import Document, EncodedTexts, Generator, Plan
@@ -23,6 +25,15 @@ _CUTS = (
     re.compile(r"\s+"),
 )
 _Part = tuple[bool, str]  # True and a sentence, or False and layout
+# ISO 639-1 code, ISO 639-3 code (as in NLLB's tokenizer), English name, and a sentence for a few languages.
+LANGUAGES = [line.split("\t") for line in Path(__file__).with_name("languages.tsv").read_text("utf-8").splitlines()]
+_SHORT = {long: code for code, long, *_ in LANGUAGES}
+
+
+def base_code(code: str) -> str:
+    """Return the language of a code without script and region, in two letters where they exist: en for EN-US and eng_Latn."""
+    base = code.strip().replace("_", "-").split("-")[0].lower()
+    return _SHORT.get(base, base)
 
 
 def split_texts(
@@ -40,8 +51,8 @@ def split_texts(
     if not split_sentences:
         return [Document([text], ["", ""]) if text.strip() else Document() for text in texts], 0
     if not isinstance(split_sentences, str):
-        # Codes such as eng_Latn and en_XX begin with the language.
-        split_sentences = re.split("[_-]", getattr(generators[0].tokenizers.source, "src_lang", None) or "en")[0]
+        split_sentences = getattr(generators[0].tokenizers.source, "src_lang", None) or "en"
+    language = base_code(split_sentences)
 
     def find_long(texts: list[str]) -> list[bool]:
         is_long = [False] * len(texts)
@@ -53,7 +64,7 @@ def split_texts(
         return is_long
 
     find_parts = _find_parts if has_lines else _find_sentences
-    rows = [list(find_parts(text, split_sentences)) for text in texts]
+    rows = [list(find_parts(text, language)) for text in texts]
     long = find_long([part for row in rows for is_sentence, part in row if is_sentence])
     flags, documents = iter(long), []
     for row in rows:
@@ -137,7 +148,8 @@ def end_loops(generator: Generator, plan: Plan, encoded: EncodedTexts, hypothese
     if not looping:
         return
     # Now no phrase of three tokens may stand in a target twice.
-    again = replace(plan, options=plan.options | {"no_repeat_ngram_size": 3})
+    options = {"no_repeat_ngram_size": 3, "renormalize_logits": not isinstance(generator.model, Module)}
+    again = replace(plan, options=plan.options | options)
     part = EncodedTexts([[ids[i] for i in looping] for ids in encoded.ids], [], {})
     rows = dict(zip(looping, generator.generate_encoded(again, part), strict=True))
     still_looping = find_looping(rows)

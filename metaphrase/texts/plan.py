@@ -1,8 +1,10 @@
 """Sentences of a text with markup and terms: what belongs to each, and where it stands in the target."""
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 
 from metaphrase.errors import MetaphraseError
@@ -218,21 +220,23 @@ class Terms:
 
 def read_glossary(path: str | Path) -> dict[str, str]:
     """Read a file with a source term, a tab and a target term on each line; `MetaphraseError` for another number of columns."""
-    rows = [line.split("\t") for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
+    rows = [line.split("\t") for line in Path(path).read_text("utf-8-sig").split("\n") if line.strip()]
     if wrong := [row for row in rows if len(row) != 2]:
         raise MetaphraseError(f"`glossary` must have two columns, source and target term, got {wrong[0]} in {path}.")
     return dict(rows)
 
 
-def _cut_sentence(marked: MarkedText, atoms: Sequence[Atom], span: Span, claims: set[tuple]) -> Sentence:
-    """Return a sentence with its elements and atoms, and add their tags to the claims."""
+def _cut_sentence(
+    marked: MarkedText, near: Iterable[Element], atoms: Sequence[Atom], span: Span, claims: set[tuple]
+) -> Sentence:
+    """Return a sentence with its elements, which are among those near to it, and its atoms; add their tags to the claims."""
     start, end = span
     copies: dict[Element, Element] = {}
 
     def find_parent(part: Element | Atom) -> Element | None:
         return next((copies[element] for element in _elements_around(part) if element in copies), None)
 
-    for element in marked.elements:
+    for element in near:
         opens = start < element.start < end or start == element.start < element.end < end
         closes = start < element.end < end or start < element.start < element.end == end
         opening, closing = element.opening if opens else "", element.closing if closes else ""
@@ -266,7 +270,13 @@ def plan_text(marked: MarkedText, document: Document, terms: Terms) -> tuple[lis
             start, end = spans[-1][0], max(spans.pop()[1], end)
         spans.append((start, end))
     claims: set[tuple[Element | Atom, bool]] = set()
-    sentences = [_cut_sentence(marked, atoms, span, claims) for span in spans]
+    # A page may have thousands of elements and sentences.
+    ends = sorted((offset, index) for index, part in enumerate(marked.elements) for offset in (part.start, part.end))
+    sentences = []
+    for span in spans:
+        inner_ends = ends[bisect_left(ends, (span[0], 0)) : bisect_left(ends, (span[1] + 1, 0))]
+        near = [marked.elements[index] for index in sorted({index for _, index in inner_ends})]
+        sentences.append(_cut_sentence(marked, near, atoms, span, claims))
     parts = [(atom.start, atom.end, atom.output) for atom in atoms]
     parts += [(offset, offset, markup) for offset, markup, *claim in marked.tags if tuple(claim) not in claims]
     # Sorting keeps the order of tags at one offset.
@@ -274,7 +284,8 @@ def plan_text(marked: MarkedText, document: Document, terms: Terms) -> tuple[lis
     borders, layout = [0, *(offset for span in spans for offset in span), len(marked.text)], []
     for offset, end in zip(borders[::2], borders[1::2], strict=True):
         gap = ""
-        for first, last, markup in [part for part in parts if offset <= part[0] and part[1] <= end]:
+        inside = parts[bisect_left(parts, offset, key=itemgetter(0)) : bisect_left(parts, end + 1, key=itemgetter(0))]
+        for first, last, markup in [part for part in inside if part[1] <= end]:
             gap += marked.escape(marked.text[offset:first]) + markup
             offset = last
         layout.append(gap + marked.escape(marked.text[offset:end]))

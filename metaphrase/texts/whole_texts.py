@@ -12,7 +12,7 @@ from metaphrase.analysis.alignment import AttentionMap, aligned_layer, cross_att
 from metaphrase.decoding.fast_generation import is_metaphrase
 from metaphrase.errors import MetaphraseError
 from metaphrase.inference.generator import Document, Generator, ScoredText, TextStream, read_chunks
-from metaphrase.inference.line_files import OutputFile
+from metaphrase.inference.line_files import OutputFile, as_lines
 from metaphrase.storage.folders import file_in_one_step
 from metaphrase.texts.documents import find_loop, split_texts
 from metaphrase.texts.markup import MarkedText, parse_markup
@@ -232,6 +232,8 @@ def generate_whole_texts(arguments: argparse.Namespace, options: dict, load: Cal
             raise MetaphraseError("`input` and `format` must be left out with `file`, whose suffix tells the format.")
         if output is None or Path(output).suffix.lower() != suffix.lower():
             raise MetaphraseError(f"`output` must be a file that ends in {suffix} as `file` does, got {output!r}.")
+        # A folder that is missing is an error before any work.
+        Path(output).parent.stat()
     terms = Terms(arguments.keep, None if arguments.glossary is None else read_glossary(arguments.glossary))
     file = None if arguments.file is None else read_file(str(arguments.file), Path(arguments.file).read_bytes())
     is_page = arguments.format != "text"
@@ -259,7 +261,7 @@ def generate_whole_texts(arguments: argparse.Namespace, options: dict, load: Cal
         else:
             with OutputFile(arguments.output) as output:
                 for target in targets:
-                    output.write(target + "\n")
+                    output.write(target + "\n" if is_page else as_lines([target]))
                 output.finish()
     for decoder in decoders:
         decoder.generator.log_counts(decoder.counts["num_sentences"])

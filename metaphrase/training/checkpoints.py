@@ -172,6 +172,8 @@ def read_progress(checkpoint: str | Path, settings: dict[str, Any], layout: dict
         logger.warning("%s holds no %s: the run goes on, but not bit for bit.", checkpoint, PROGRESS_NAME)
         return None
     progress = json.loads(path.read_text(encoding="utf-8"))
+    if not (Path(checkpoint) / "scheduler.pt").is_file():
+        logger.warning("%s holds no optimizer (`save_only_model`): its moments and the rate begin anew.", checkpoint)
     for name, present in settings.items():
         before = progress.get(name)
         if None not in (before, present) and before != present:

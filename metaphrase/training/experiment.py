@@ -26,6 +26,7 @@ from metaphrase.errors import MetaphraseError
 from metaphrase.evaluation.evaluate import TaskScores, ValidationSample, evaluate_generator
 from metaphrase.evaluation.metrics import DEFAULT_METRICS, write_metrics
 from metaphrase.inference import Generator
+from metaphrase.inference.batches import MAX_TOKENS_WITHOUT_POSITIONS, longest_source
 from metaphrase.inference.line_files import as_lines
 from metaphrase.plugins import needed_plugin, plugin
 from metaphrase.storage.folders import write_json
@@ -177,7 +178,8 @@ class Experiment:
         self.corpus.share_counts(trainer.accelerator)
         result = {}
         if trainer.is_world_process_zero():
-            sizes = {"batch_size": arguments.per_device_eval_batch_size, "max_source_length": self.corpus.longest[0]}
+            longest = self.corpus.longest[0] or longest_source(model) or MAX_TOKENS_WITHOUT_POSITIONS
+            sizes = {"batch_size": arguments.per_device_eval_batch_size, "max_source_length": longest}
             if recipe.choose_decoding and recipe.is_open(*DECODING) and trainer.score is not None:
                 self._choose_decoding(Generator(model.eval(), data.tokenizers, **sizes), trainer.score)
             # Again, since the counts of a stream are final now.

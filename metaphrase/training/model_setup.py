@@ -204,9 +204,7 @@ def check_special_ids(model: PreTrainedModel, tokenizers: TokenizerPair) -> None
         ids = getattr(model.config, name, None)
         # Often only one of model and tokenizer has a bos token.
         if None not in (ids, fields[name]) and fields[name] not in (ids if isinstance(ids, list) else [ids]):
-            raise MetaphraseError(
-                f"`tokenizer_name_or_path` must have the `{name}` {ids} of the model, got {fields[name]}."
-            )
+            raise MetaphraseError(f"`tokenizer_name_or_path` must have the model's `{name}` {ids}, got {fields[name]}.")
 
 
 # Settings of one way to decode.

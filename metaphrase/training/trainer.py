@@ -467,7 +467,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         places = progress.get("places") or []
         has_same_readers = progress.get("dataloader_num_workers") == layout["dataloader_num_workers"]
         is_stream = isinstance(self.train_dataset, TokenBudgetStream)
-        if is_stream and has_same_readers and len(places) == self.args.world_size:
+        is_same = has_same_readers and len(places) == self.args.world_size and not self.args.ignore_data_skip
+        if is_stream and is_same:
             self._places = places[self.args.process_index]
             self.train_dataset.resume(batches, self._places)
         is_epoch_end = epoch > 0 and self.state.global_step % steps_per_epoch == 0

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 
@@ -199,7 +200,8 @@ def compare(parser: argparse.ArgumentParser) -> None:
 def convert(parser: argparse.ArgumentParser) -> None:
     """Convert weights of T5, BART, Marian and others, or back with --to."""
     add = parser.add_argument
-    options.add_model(parser, "source", help="folder or Hub id, or Marian's .npz or .bin file")
+    text = "folder or Hub id, or Marian's .npz or .bin file"
+    add("source", type=lambda word: word if os.path.isfile(word) else options.model(word), help=text)
     add("output", type=path, help="folder to write")
     text = (
         "convert to t5, mt5, umt5, longt5, bart, mbart, plbart, mvp, led, blenderbot, blenderbot-small, pegasus, marian, "

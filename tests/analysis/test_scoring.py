@@ -40,14 +40,11 @@ def test_each_token_has_its_probability(generator):
     assert score.mean == pytest.approx(sum(expected) / len(ids), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [
-        *((family, {"batch_size": 2}) for family in FAMILIES),
-        ("metaphrase", {"max_tokens_per_batch": 60}),
-        ("metaphrase", {"max_tokens_per_batch": 1}),
-    ],
-)
+SIZES = [*((family, {"batch_size": 2}) for family in FAMILIES)]
+SIZES += [("metaphrase", {"max_tokens_per_batch": most}) for most in (60, 1)]
+
+
+@pytest.mark.parametrize(("family", "sizes"), SIZES)
 def test_batched_is_alone_in_order(family, sizes, monkeypatch):
     generator = calmer(generator_of(family, **sizes))
     passes, whole = [], scoring.forced_inputs

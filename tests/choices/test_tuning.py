@@ -1,6 +1,6 @@
 import csv
 import time
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from pronunciations import PRONUNCIATIONS
@@ -10,6 +10,7 @@ from subcommands import execute
 
 from metaphrase.choices import tuning
 from metaphrase.choices.tuning import Tuning, search_space
+from metaphrase.errors import MetaphraseError
 from metaphrase.scripts import tune
 from metaphrase.training.callbacks import TimeBudget
 from metaphrase.training.experiment import Experiment
@@ -60,6 +61,7 @@ def test_the_default_search_is_around_the_rule():
     assert rate.low == start["learning_rate"] == 5e-5 and rate.high == pytest.approx(2e-3 * 30**0.5)
     assert space["max_tokens_per_batch"].choices == (512, 1024, 2048)
     assert set(space) == {"learning_rate", "label_smoothing_factor", "model.dropout", "max_tokens_per_batch"}
+    assert "label_smoothing_factor" not in search_space(Recipe(preset="metaphrase-tiny", rejected_column=2))[0]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,7 @@ def test_the_default_search_is_around_the_rule():
         ({"learning_rat": RANGE}, "got `learning_rat` in `search`. Did you mean 'learning_rate'"),
         ({"model.dropuot": [0.1]}, "`dropuot` is not a field of MetaphraseConfig"),
         ({"vocab_size": [500]}, "`search` must name .* got `vocab_size`"),
+        ({"subword_sampling": [0.1]}, "`search` must name .* got `subword_sampling`"),
         ({"model": {"dropout": [0.1]}}, "`search` must name values"),
         ({"learning_rate": {"low": 2, "high": 1}}, "`search.learning_rate` must be a list"),
         ({"label_smoothing_factor": [0.1, 1.5]}, "`label_smoothing_factor` must be below 1, got 1.5"),
@@ -94,6 +97,12 @@ def test_trials_differ_and_the_best_recipe_is_complete(data, tmp_path):
     assert best.max_steps == 4 and best.eval_steps == 3
     assert "Trial" in (tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8").splitlines()[0]
     assert not list((tmp_path / "run").rglob("checkpoint-*")) and not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_a_trial_that_is_refused_fails_alone(data, tmp_path, monkeypatch):
+    effects = [MetaphraseError("The loss must be finite"), DEFAULT]
+    monkeypatch.setattr(tuning, "make_trainer", Mock(wraps=tuning.make_trainer, side_effect=effects))
+    assert [row["state"] for row in search(data, tmp_path / "run", 1).rows] == ["fail", "complete"]
 
 
 def test_bad_trials_are_pruned(data, tmp_path):

@@ -97,7 +97,7 @@ def test_a_beam_is_searched_where_the_model_would_sample():
         ({"num_candidates": 0}, "`num_return_sequences`"),
         ({"utility": "ter"}, "`utility` must be a judge or one of chrf, bleu, got 'ter'"),
         ({"num_beams": 4, "num_candidates": 5}, "`num_return_sequences`"),
-        ({"num_return_sequences": 3}, "`num_return_sequences` is set by `num_candidates`, got 3"),
+        ({"num_return_sequences": 3}, "`num_candidates` sets `num_return_sequences`, got 3"),
     ],
 )
 def test_what_cannot_be_is_refused(generator, options, message):

@@ -94,17 +94,12 @@ def test_the_number_of_targets_may_come_from_a_config_or_be_left_open(generator)
     assert generator.generate([*SOURCES, ""], num_return_sequences=None) == generator.generate([*SOURCES, ""])
 
 
+LENGTHS = [({"max_new_tokens": 8}, {"max_length": 5}), ({"max_length": 5}, {"max_new_tokens": 7})]
+LENGTHS += [({"min_new_tokens": 7}, {"min_length": 3}), ({"min_length": 7}, {"min_new_tokens": 2})]
+
+
 @pytest.mark.parametrize("wrap", [dict, config_of], ids=["arguments", "config"])
-@pytest.mark.parametrize(
-    ("own", "given"),
-    [
-        ({"max_new_tokens": 8}, {"max_length": 5}),
-        ({"max_length": 5}, {"max_new_tokens": 7}),
-        ({"min_new_tokens": 7}, {"min_length": 3}),
-        ({"min_length": 7}, {"min_new_tokens": 2}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("own", "given"), LENGTHS, ids=str)
 def test_a_length_that_was_given_comes_before_the_models_own(own, given, wrap, generator, sources, warned):
     def written(**options):
         return [h.ids for [h] in decode(generator.model, sources, batch_size=2, return_scores=True, **options)]

@@ -166,9 +166,7 @@ def test_card_of_a_model_without_own_code_speaks_of_none(full_folder):
     ],
     ids=["none", "one", "tasks", "task without"],
 )
-def test_the_code_in_the_card_reads_with_one_tokenizer_and_writes_with_the_other(
-    joint, recipe, prefix, tmp_path, capsys
-):
+def test_the_code_in_the_card_reads_and_writes_with_two_tokenizers(joint, recipe, prefix, tmp_path, capsys):
     generator = tiny_generator(joint, kind="byte" if joint else None)
     folder = save_generator(generator, tmp_path / "trained")
     if recipe:

@@ -62,9 +62,7 @@ def test_a_source_beyond_the_positions_is_refused_or_cut_and_counted(positions, 
 
 def test_a_draft_model_with_fewer_positions_reads_the_beginning():
     fields = tiny_pair().config_fields() | {"position_embedding_type": "learned"}
-    generator, draft = (
-        Generator(tiny_model(**fields, max_position_embeddings=count), tiny_pair()) for count in (64, 12)
-    )
+    generator, draft = (Generator(tiny_model(**fields, max_position_embeddings=most), tiny_pair()) for most in (64, 12))
     expected = generator.generate(SOURCES, max_new_tokens=8)
     for assistant in (draft, draft.model):
         assert generator.generate(SOURCES, max_new_tokens=8, assistant_model=assistant) == expected

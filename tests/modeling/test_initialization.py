@@ -26,10 +26,8 @@ def test_missing_weights_are_initialized_under_the_seed(model_class, design):
             assert torch.equal(tensor, usual_tensors[name]), name
         else:
             assert_std(tensor, config.initializer_range, name)
-    tensors, other_tensors = every_tensor(model), every_tensor(other)
-    assert not any(
-        torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items() if "proj.weight" in name
-    )
+    tensors, others = every_tensor(model), every_tensor(other)
+    assert not any(torch.equal(tensor, others[name]) for name, tensor in tensors.items() if "proj.weight" in name)
 
 
 @pytest.mark.parametrize("design", DESIGNS)

@@ -25,16 +25,11 @@ def make_config(**fields):
     return tiny_config(**(defaults | fields))
 
 
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [
-        ([1, 1, 1, 1], [0, 1, 2, 3]),
-        ([1, 1, 0, 0], [0, 1, 1, 1]),
-        ([0, 0, 1, 1], [0, 0, 0, 1]),
-        ([0, 0, 0, 0], [0, 0, 0, 0]),
-        ([1, 0, 1, 1], [0, 0, 1, 2]),
-    ],
-)
+MASKS = {(1, 1, 1, 1): [0, 1, 2, 3], (1, 1, 0, 0): [0, 1, 1, 1], (0, 0, 1, 1): [0, 0, 0, 1]}
+MASKS |= {(0, 0, 0, 0): [0, 0, 0, 0], (1, 0, 1, 1): [0, 0, 1, 2]}
+
+
+@pytest.mark.parametrize(("mask", "expected"), MASKS.items())
 def test_positions_from_mask_count_tokens_and_skip_padding(mask, expected):
     for dtype in (torch.long, torch.bool, torch.float16):
         assert positions_from_mask(torch.tensor([mask]).to(dtype)).tolist() == [expected]

@@ -35,14 +35,11 @@ def made(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--learning_rate", "fast"], "`learning_rate` must be"),
-        (["--metrics", "blue"], "blue"),
-        (["--num_train", "5"], "The counts of pairs must be within what the grammar gives"),
-    ],
-)
+MISTAKES = [(["--learning_rate", "fast"], "`learning_rate` must be"), (["--metrics", "blue"], "blue")]
+MISTAKES += [(["--num_train", "5"], "The counts of pairs must be within the grammar")]
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES)
 def test_mistakes_leave_an_earlier_demo(words, said, made, capsys):
     before = contents(made)
     assert call(made, *words) == 2

@@ -35,15 +35,11 @@ def test_evaluate_writes_scores_and_predictions(cli_model, files, tmp_path, capl
     assert result["data"]["name"] == "test.en"
 
 
-@pytest.mark.parametrize(
-    ("saved", "words", "expected"),
-    [
-        (None, "--num_beams 2", True),
-        (None, "--num_beams 2 --early_stopping false", False),
-        ("never", "--num_beams 2", "never"),
-        (None, "--num_beams 1", None),
-    ],
-)
+STOPPING = [(None, "--num_beams 2", True), (None, "--num_beams 2 --early_stopping false", False)]
+STOPPING += [("never", "--num_beams 2", "never"), (None, "--num_beams 1", None)]
+
+
+@pytest.mark.parametrize(("saved", "words", "expected"), STOPPING)
 def test_beams_of_a_subcommand_stop_early_unless_model_or_user_say_otherwise(saved, words, expected, files, tmp_path):
     generator = tiny_generator()
     generator.model.generation_config.update(num_beams=3, early_stopping=saved)
@@ -181,7 +177,7 @@ def test_evaluate_reads_the_columns_of_features_of_the_run(tmp_path):
         (["--output", "link"], "`output` must be another file than `target`, got 'link' for both"),
         (["--output", "m.json", "--predictions", "./m.json"], "`predictions` must be another file than `output`"),
         (["--predictions", "o.gz"], "`predictions` must not end in .gz, because it is not compressed, got 'o.gz'."),
-        (["--output", "sealed/m.json"], "`output` must be in a folder that can be written to, got sealed"),
+        (["--output", "sealed/m.json"], "`output` must be in a folder that you may write to, got sealed"),
     ],
     ids=str,
 )

@@ -117,9 +117,7 @@ def test_an_ensemble_writes_what_its_generator_does(cli_model, other_cli_model, 
     assert lines == as_lines(together.generate(SOURCES)) != as_lines(targets_of(SOURCES))
 
 
-def test_an_assistant_changes_nothing_and_what_it_was_right_in_is_reported(
-    cli_model, other_cli_model, monkeypatch, caplog
-):
+def test_an_assistant_changes_nothing_and_its_tokens_are_counted(cli_model, other_cli_model, monkeypatch, caplog):
     text, plain = "\n".join(SOURCES).encode(), as_lines(targets_of(SOURCES))
     assert run_generate(cli_model, text, monkeypatch, "--assistant_model", other_cli_model) == plain
     caplog.set_level("INFO")

@@ -33,6 +33,7 @@ def test_names_and_defaults_are_those_of_the_rooms():
     assert sizes.items() <= {name: make_parser("generate").get_default(name) for name in sizes}.items()
     assert make_parser("compare").get_default("metrics") == list(DEFAULT_METRICS)
     assert make_parser("convert").get_default("max_shard_size") == DEFAULT_SHARD_SIZE
+    assert make_parser("convert").parse_args([__file__, "out"]).source == __file__
     expected = {"convert": FAMILIES, "attention": ["|".join(DEFAULT_OUTPUTS)], "export": ["|".join(EXPORTS)]}
     expected |= {"generate": [*ENGINES, *UTILITIES, *TEXT_FORMATS, *PATTERNS], "average": [f"[{DEFAULT_METRIC}]"]}
     size = f"[{DEFAULT_VOCAB_SIZE} for {', '.join(KINDS_THAT_FILL_A_VOCABULARY)}; else"

@@ -145,9 +145,7 @@ def test_an_experiment_on_changing_pairs_killed_while_it_saves(server, tmp_path)
     assert_same_run(whole, run)
 
 
-@pytest.mark.parametrize(
-    ("processes", "workers"), [(1, 0), (2, 0), pytest.param(2, 2, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (2, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_a_stream_goes_on_at_its_place(server, tmp_path, processes, workers):
     # Each reader has blocks of its own.
     lines = "".join(f"dog {number:05}\t{number:05} god {'of many ' * 4}\n" for number in range(40_000))

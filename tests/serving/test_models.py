@@ -59,7 +59,7 @@ def test_languages_and_task_of_a_folder(name, source, target, languages, batcher
     assert (model.name, model.task) == ((name, "translation") if name else ("model", "text2text-generation"))
 
 
-def test_each_request_has_its_own_languages(batcher):
+def test_each_request_has_its_own_languages(batcher, monkeypatch):
     tokenizer = nllb_tokenizer()
     generator = Generator(tiny_generator().model, TokenizerPair(tokenizer, tokenizer))
     model = ServedModel("all", generator, batcher, languages=None, task="translation")
@@ -71,6 +71,8 @@ def test_each_request_has_its_own_languages(batcher):
     assert german.tokenizers.source.src_lang == "eng_Latn" and german.tokenizers is not roman.tokenizers
     # A pair of languages has one pair of tokenizers, so that its requests share batches.
     assert model.open(ticket, "EN", "DE")[0].tokenizers is german.tokenizers
+    monkeypatch.setattr(models, "_MOST_VARIANTS", 1)
+    assert model.open(ticket, "de", "en")[0].tokenizers.source.src_lang == "deu_Latn" and len(model._variants) == 2
     with pytest.raises(UnknownModelError, match="must know the language 'fr'"):
         model.open(ticket, "fr", "de")
 

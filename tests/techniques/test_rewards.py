@@ -228,7 +228,7 @@ def test_reward_rises_and_a_resumed_run_is_equal(loss, more, scores, data, base,
 
 @pytest.mark.parametrize(("score", "rule"), [("not_a_number", "finite scores, got nan"), ("too_few", "scores, got 1")])
 def test_a_wrong_score_ends_the_run(score, rule, scores, data, base, tmp_path):
-    with pytest.raises(ValueError, match=f"The judge {score} must return .*{rule}"):
+    with pytest.raises(ValueError, match=f"Judge {score} must return .*{rule}"):
         train(data, tmp_path / "run", **FIELDS, **base, reward=f"{scores}:{score}")
 
 

@@ -82,11 +82,11 @@ def test_candidates_of_a_text_join_those_of_its_sentences():
 def test_language_is_that_of_a_multilingual_tokenizer_unless_it_is_given(monkeypatch):
     languages = []
     monkeypatch.setattr(module.sentencex, "segment", lambda language, text: languages.append(language) or [text])
-    for code, choice in (("deu_Latn", True), ("de_DE", True), (None, True), ("de_DE", "fr")):
+    for code, choice in (("deu_Latn", True), ("de_DE", True), (None, True), ("de_DE", "fra_Latn")):
         generator = identity_generator()
         monkeypatch.setattr(generator.tokenizers.source, "src_lang", code, raising=False)
         split_texts([generator], ["a"], choice)
-    assert languages == ["deu", "de", "en", "fr"]
+    assert languages == ["de", "de", "en", "fr"]
 
 
 def test_command_splits_lines(output_of):

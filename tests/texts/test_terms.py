@@ -42,7 +42,8 @@ def test_longest_term_wins_and_lower_case_finds_any_case():
 
 def test_wrong_terms_and_glossary_files_are_refused(tmp_path):
     path = tmp_path / "terms.tsv"
-    path.write_text("cat\tKatze\n\nblack cat\tPanther\n", encoding="utf-8")
+    # Some programs write a mark at the beginning.
+    path.write_text("cat\tKatze\n\nblack cat\tPanther\n", encoding="utf-8-sig")
     assert read_glossary(path) == {"cat": "Katze", "black cat": "Panther"}
     path.write_text("cat\tKatze\ndog\n", encoding="utf-8")
     with pytest.raises(ValueError, match="dog"):

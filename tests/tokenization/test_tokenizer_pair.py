@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from metaphrase.tokenization import TextFrame, TokenizerPair, shorten, train_tokenizer
-from metaphrase.tokenization.tokenizer_pair import WordEncoder
+from metaphrase.tokenization.tokenizer_pair import WordEncoder, mode_lock
 
 SOURCES = ["a small dog runs", "the cat sleeps", "a cat"] * 3
 TARGETS = ["ein kleiner Hund läuft", "die Katze schläft", "eine Katze"] * 3
@@ -171,6 +171,8 @@ def test_an_end_may_hold_the_code_of_a_language_and_a_beginning_is_none(tokenize
     [whole] = pair.encode_sources(["a" * 9])
     frame = TextFrame.of(pair.encode_sources)
     assert pair.source.convert_ids_to_tokens(frame.end) == end and frame.length == 2
+    # A mode for targets is a state, which threads must not share.
+    assert mode_lock(tokenizer) is mode_lock(nllb_tokenizer())
     assert shorten(whole, 7, frame.end) == [*whole[: 7 - len(end)], *frame.end]
     assert shorten(whole, len(whole), frame.end) == shorten(whole, None, frame.end) == whole
     # No text is left where there is no place.

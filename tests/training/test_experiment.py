@@ -9,8 +9,15 @@ from transformers.trainer_pt_utils import safe_globals
 
 from metaphrase.inference import Generator
 from metaphrase.tokenization import TokenizerPair
+from metaphrase.training import experiment
 from metaphrase.training.experiment import Experiment
 from metaphrase.training.recipe.recipe import load_recipe
+
+
+def test_a_long_test_source_is_cut_and_not_an_error_at_the_end(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "MAX_TOKENS_WITHOUT_POSITIONS", 5)
+    fields = {**ONE_STEP, "test_file": "test.tsv", "model.position_embedding_type": "relative"}
+    assert train(data, tmp_path / "run", **fields)["num_truncated"] > 0
 
 
 def test_a_recipe_becomes_a_folder_that_transformers_loads(data, tmp_path):

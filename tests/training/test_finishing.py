@@ -30,7 +30,7 @@ def mean_is_best(request, monkeypatch):
 def test_a_mean_that_is_worse_than_the_best_is_left(data, tmp_path, monkeypatch, score, caplog):
     scores = iter([80.0, 90.0, score])
     monkeypatch.setattr(ValidationSample, "__call__", lambda *_: {"bleu": next(scores)})
-    fields = {"average_best": 2, "metric_for_best_model": "bleu", "learning_rate": 1e-2}
+    fields = {"average_best": 2, "metric_for_best_model": "bleu", "learning_rate": 1e-2, "bf16_full_eval": True}
     with caplog.at_level(logging.INFO):
         train(data, tmp_path / "run", **fields)
     is_left = score == 5.0

@@ -47,7 +47,7 @@ def test_special_ids_of_a_tokenizer_must_be_those_of_the_base(specials):
     model.config.bos_token_id = None
     names = {model.config.pad_token_id: "<pad>", model.config.eos_token_id: "</s>"}
     check_special_ids(model, pair_of(*(names.get(row, f"<{row}>") for row in range(4)), "<s>", "<unk>"))
-    with pytest.raises(ValueError, match=r"`tokenizer_name_or_path` must have the `.*_token_id` . of the model, got ."):
+    with pytest.raises(ValueError, match=r"`tokenizer_name_or_path` must have the model's `.*_token_id` ., got ."):
         check_special_ids(model, pair_of(*specials, "<unk>"))
 
 

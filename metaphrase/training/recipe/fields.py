@@ -147,9 +147,7 @@ class OwnFields(BaseModel):
     time_budget: str | None = _batches("Time for the whole run, with data and scores, such as 20m or 2h [no limit].")
     max_tokens_per_batch: int | None = _batches("Source, target and padding tokens of a batch on each device.", ge=2)
 
-    r_drop_alpha: float = _technique(
-        "Weight of R-Drop's divergence, such as 5. Takes twice the memory.", 0.0, ge=0, le=1e3
-    )
+    r_drop_alpha: float = _technique("Weight of R-Drop's divergence, such as 5. Doubles the memory.", 0.0, ge=0, le=1e3)
     r_drop_start_step: int = _technique("Step at which R-Drop begins. Earlier ones cost half.", 0, "r_drop_alpha", ge=0)
     reward: str | None = _technique(
         f"Score of generated targets to train by: {', '.join(METRICS)}, the folder of a judge, or package.module:function."

@@ -12,7 +12,13 @@ from small_runs import PAIRS, is_whole, make_trainer, names, read
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from metaphrase.training.checkpoints import checkpoints_in, discard_surplus, last_whole_checkpoint, what_is_missing
+from metaphrase.training.checkpoints import (
+    checkpoints_in,
+    discard_surplus,
+    last_whole_checkpoint,
+    read_progress,
+    what_is_missing,
+)
 
 
 def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
@@ -79,6 +85,10 @@ def test_other_batches_are_pointed_out(run, caplog):
     make_trainer(run, max_steps=4, **options).train(resume_from_checkpoint=True)
     for field, value in options.items():
         assert re.search(rf"at another position in the data: .*{field} \w+, now {value}", caplog.text)
+    assert "holds no optimizer" not in caplog.text
+    (run / "checkpoint-3" / "scheduler.pt").unlink()
+    read_progress(run / "checkpoint-3", {}, {})
+    assert "holds no optimizer" in caplog.text
 
 
 def test_other_pairs_are_refused_when_a_run_goes_on(tmp_path):
