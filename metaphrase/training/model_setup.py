@@ -95,11 +95,11 @@ def make_model(recipe: Recipe, data: Data, with_weights: bool = True) -> PreTrai
             if tokenizer.model_max_length >= VERY_LARGE_INTEGER:
                 tokenizer.model_max_length = positions
     if recipe.suppress_tokens:
-        vocabulary = tokenizers.target.get_vocab()
-        if missing := {*recipe.suppress_tokens} - vocabulary.keys():
+        if missing := {*recipe.suppress_tokens} - tokenizers.target.get_vocab().keys():
             raise MetaphraseError(f"`suppress_tokens` must be tokens of the target tokenizer, got {min(missing)!r}.")
-        never = {vocabulary[token] for token in recipe.suppress_tokens}
-        model.generation_config.suppress_tokens = sorted(never.union(model.generation_config.suppress_tokens or ()))
+        never = {*tokenizers.target.convert_tokens_to_ids(recipe.suppress_tokens)}
+        never |= {*(model.generation_config.suppress_tokens or ())}
+        model.generation_config.update(suppress_tokens=sorted(never), renormalize_logits=True)  # for CTranslate2
     # By default, generate() stops at 20 tokens.
     longest = data.corpus.limits[1] + 1
     if recipe.reward is not None:

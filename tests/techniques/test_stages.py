@@ -158,7 +158,7 @@ def test_plain_text_needs_a_line_of_its_language(words, tmp_path):
         run(words, "--monolingual_target", "missing.txt")
     assert not (tmp_path / "run").exists()
     (tmp_path / "plain.txt").write_text("\ndog cat bird\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"`monolingual_target` must hold text .* 1 blank, 1 other language"):
+    with pytest.raises(ValueError, match=r"must hold the target language, .* 1 blank, 1 other language"):
         run(words, *TEXT)
     (tmp_path / "plain.txt").write_text("snur god won\n", encoding="utf-8")
     run(words, *TEXT, "--max_steps", "1")
