@@ -332,9 +332,9 @@ def choose_weights(recipe: Recipe, num_evaluations: float) -> Recipe:
     if "recombination" in recipe.augmentation and recipe.is_open("average_best", "save_total_limit", "lora_rank"):
         reason = "validation pairs are no deeper than those of training, so they cannot tell the last weights apart"
         return recipe.choose(reason, average_last=_AVERAGED, save_total_limit=_AVERAGED)
-    # An error rate tells weights apart that are exactly right equally often.
+    # A reward is what the run trains for. An error rate tells weights apart that are exactly right equally often.
     metrics = recipe.metrics or ["bleu"] if decodes(recipe) else ["loss"]
-    metric = next((name for name in ("wer", "cer") if name in metrics), metrics[0])
+    metric = next((name for name in (recipe.reward, "wer", "cer") if name in metrics), metrics[0])
     checkpoints = {"load_best_model_at_end": True}
     # A checkpoint of an adapter holds no weights to average.
     if recipe.is_open("load_best_model_at_end", "save_total_limit", "lora_rank"):

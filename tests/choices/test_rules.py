@@ -18,6 +18,7 @@ from metaphrase.choices.rules import (
     choose_from_tokens,
     choose_limits,
     choose_size,
+    choose_weights,
     describe_choices,
     dropout,
     side_kind,
@@ -219,9 +220,7 @@ def test_one_given_field_leaves_the_others_to_be_chosen(fields, expected):
     assert {name: getattr(chosen, name) for name in fields} == fields
 
 
-GREEK = [
-    (text, "".join(chr(0x370 + ord(letter) % 80) if letter != " " else " " for letter in text)) for text in SENTENCES
-]
+GREEK = [(text, "".join(chr(0x370 + ord(one) % 80) if one != " " else " " for one in text)) for text in SENTENCES]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +308,8 @@ def test_the_best_weights_and_the_beams_are_chosen_on_validation_pairs():
     assert 11 <= recipe.max_steps / recipe.eval_steps < 13
     recipe = chosen_from_tokens(num_validation=50, metrics=["bleu"], save_total_limit=1, num_beams=2)[0]
     assert recipe.metric_for_best_model == "bleu" and recipe.average_best is None and recipe.load_best_model_at_end
-    assert not recipe.choose_decoding
+    other = choose_weights(Recipe(train_file="a", model_name_or_path="b", reward="chrf", metrics=["wer", "chrf"]), 9)
+    assert not recipe.choose_decoding and other.metric_for_best_model == "chrf"
     without = chosen_from_tokens(metrics=["bleu"])[0]
     assert without.num_beams == 4 and without.average_best is None and not without.choose_decoding
 
