@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     text = "updates of cross-entropy alone, and of cross-entropy before those of the reward"
-    parser.add_argument("--updates", type=int, nargs=3, default=[4650, 3100, 340], help=text)
+    parser.add_argument("--updates", type=int, nargs=3, default=[6050, 4650, 340], help=text)
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()

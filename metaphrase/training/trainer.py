@@ -399,8 +399,8 @@ class MetaphraseTrainer(Seq2SeqTrainer):
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, learning_rate=learning_rate, **kwargs)
 
     def log(self, logs, *args, **kwargs):
-        more = self.replace_batch.logged() if self.replace_batch is not None and "loss" in logs else {}
-        super().log(logs | more, *args, **kwargs)
+        logs |= self.replace_batch.logged() if self.replace_batch is not None and "loss" in logs else {}
+        super().log(logs, *args, **kwargs)  # adds the epoch in place
 
     def _check_weights(self) -> None:
         trained = (weight for weight in self.model.parameters() if weight.requires_grad)

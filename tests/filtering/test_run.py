@@ -189,7 +189,7 @@ def test_files_that_lost_their_ends_are_not_resumed(tmp_path):
     folder.save({"read": 1})
     (folder.path / "text").write_bytes(b"on")
     stopped = open_folder(tmp_path / "out.tsv", True)
-    with pytest.raises(ValueError, match=r"text must have at least 4 bytes. Pass --overwrite"):
+    with pytest.raises(ValueError, match=r"text must have at least 4 bytes. --overwrite"):
         stopped.cut_files()
     folder = open_folder(tmp_path / "out.tsv", False)
     folder.cut_files()
