@@ -96,7 +96,7 @@ def check_outputs(arguments: argparse.Namespace, inputs: Sequence[str]) -> bool:
     is_pairs = len(outputs) == 1 and outputs[0].removesuffix(".gz").endswith((".tsv", ".jsonl"))
     has_weights = arguments.add_weights or arguments.weight_column is not None
     if not is_pairs and (len(outputs) != 2 or has_weights):
-        expected = "a .tsv or .jsonl file, or two texts without weights"
+        expected = "a .tsv or .jsonl file, or two text files without weights"
         raise MetaphraseError(f"`output` must be {expected}, got {' '.join(outputs)!r}.")
     paths = [Path(path) for path in (*outputs, arguments.rejected, arguments.report) if path is not None]
     names = [str(path.resolve()) for path in (*paths, *map(Path, inputs))]

@@ -48,7 +48,7 @@ def same_drawing(sources: Sequence[str], targets: Sequence[str], references: Seq
     return [float(draw(target) == _drawings()[source]) for source, target in zip(sources, targets, strict=True)]
 
 
-def write_drawings(folder: Path, num_validation: int = 100, num_test: int = 1000, num_repeated: int = 1000) -> None:
+def write_drawings(folder: Path) -> None:
     """Write pairs and drawings.
 
     `train.tsv` has the actions of short commands. `results.tsv` has long commands with a placeholder as target, and some of the
@@ -57,13 +57,11 @@ def write_drawings(folder: Path, num_validation: int = 100, num_test: int = 1000
     splits, rng = make_length_splits(), random.Random(3)
     short, long = splits["train"], splits["test_systematic"]
     rng.shuffle(long)
-    test, validation, others = (
-        long[:num_test], long[num_test : num_test + num_validation], long[num_test + num_validation :]
-    )  # fmt: skip
-    known = rng.sample(short, num_repeated)
+    test, validation, others = long[:1000], long[1000:1100], long[1100:]
+    known = rng.sample(short, 1000)
     results = [(command, "I_LOOK") for command, _ in others + known]
     rng.shuffle(results)
-    files = {"train": short, "validation": splits["validation"][:num_validation] + validation, "test": test}
+    files = {"train": short, "validation": splits["validation"][:100] + validation, "test": test}
     folder.mkdir(parents=True, exist_ok=True)
     for name, pairs in {**files, "results": results}.items():
         (folder / f"{name}.tsv").write_text("".join(f"{source}\t{target}\n" for source, target in pairs), "utf-8")

@@ -141,7 +141,7 @@ def read_candidates(lines: Iterator[str], path: str) -> tuple[np.ndarray, list[s
             scores.append(float(middle.pop()))
         except (ValueError, IndexError):
             raise MetaphraseError(
-                f"{path} must hold `index ||| text ||| score`, got {line!r}, line {number}."
+                f"{path} must hold `index ||| text ||| score`, got {line!r} in line {number}."
             ) from None
         texts.append(_SEPARATOR.join(middle))
     if not texts or indices[0] or any(not 0 <= after - before <= 1 for before, after in itertools.pairwise(indices)):

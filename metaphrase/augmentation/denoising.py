@@ -321,7 +321,7 @@ def longest_block(objective: Objective, max_source_length: int, max_target_lengt
         )
     needed, present = objective.num_sentinels(longest), len(getattr(objective, "sentinel_ids", ()))
     if needed > present:
-        raise MetaphraseError(f"`num_sentinels` must be at least {needed} for blocks of {longest}, got {present}.")
+        raise MetaphraseError(f"`num_sentinels` must be at least {needed} for {longest} tokens, got {present}.")
     return longest
 
 

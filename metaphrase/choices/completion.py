@@ -249,8 +249,7 @@ def _cost_of(recipe: Recipe, data: Data, tokens: rules.TokenProfile) -> rules.St
 def free_memory() -> int:
     """Return the bytes that this process may take for training, on the accelerator or else in main memory."""
     if torch.cuda.is_available():
-        # Memory that torch keeps for later is free.
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # Memory that torch keeps for later is free.
         return torch.cuda.mem_get_info()[0]
     return free_main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 

@@ -163,6 +163,8 @@ class Tuning:
         recipe = self._trial_recipe(self._rounded(trial.params)).replace(run_name=name)
         arguments, scores = make_arguments(recipe), _TrialScores(trial, self.metric)
         set_seed(arguments.seed)
+        # Before any score, the recipe itself may be wrong, which ends the search.
+        caught = (torch.OutOfMemoryError, MetaphraseError) if self.best_rows else torch.OutOfMemoryError
         try:
             trainer = make_trainer(recipe, arguments, self.data, make_model(recipe, self.data), self.experiment.scores)
             deadline = min(self.deadline, time.time() + self.seconds)
@@ -173,7 +175,7 @@ class Tuning:
             trainer.train()
         except optuna.TrialPruned:
             self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        except (torch.OutOfMemoryError, MetaphraseError) as error:
+        except caught as error:
             logger.warning("Trial %d fails: %s", trial.number, error)
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
         else:

@@ -96,7 +96,7 @@ class Batcher:
         # Called after each batch with the numbers of sentences, of source tokens and of target tokens.
         self.observe: Callable[[int, int, int], None] = lambda *counts: None
         self._batch_seconds = 0.0
-        # Of each model, by its identity.
+        # Seconds of a source token, by the id of the model.
         self._seconds_per_token: dict[int, float] = {}
         self._condition = threading.Condition()
         self._random_lock = threading.Lock()  # torch has one stream of random numbers

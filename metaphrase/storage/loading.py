@@ -43,7 +43,7 @@ def load_pretrained(name_or_path: str | os.PathLike, *, trust_remote_code: bool,
     if name.endswith("EncoderModel"):
         auto_class = AutoModelForTextEncoding
     elif name.endswith(("Classification", "QuestionAnswering")):
-        raise MetaphraseError(f"A model must write texts, got a {name} in {folder}. Its head has an Auto class.")
+        raise MetaphraseError(f"A model must write texts, got a {name} in {folder}. Load it by its Auto class.")
     if (folder / CONFIG_NAME).is_file() and not (folder / ADAPTER_NAME).is_file():
         with contextlib.ExitStack() as files:
             WeightFiles(folder, files)

@@ -178,12 +178,12 @@ class _StagedRun:
             if name in self.done and name != self.last:
                 continue
             logger.info("Stage %d of %d: %s", number, len(self.stages), name)
-            share = self.done.get(REVERSE, {}).get("updates", 1.0)
-            if name == BACKTRANSLATE and self.deadline != math.inf and share < _LEAST_UPDATES:
+            held = self.done.get(REVERSE, {}).get("updates", 1.0)
+            if name == BACKTRANSLATE and self.deadline != math.inf and held < _LEAST_UPDATES:
                 logger.warning(
                     "The time held %.0f %% of the updates of the reverse model, whose sources would mislead. So the model "
                     "learns from the pairs alone. Give more time to learn from the text.",
-                    100 * share,
+                    100 * held,
                 )
                 self._once(name, lambda: {"lines": 0})
                 continue

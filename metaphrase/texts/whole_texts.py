@@ -232,8 +232,7 @@ def generate_whole_texts(arguments: argparse.Namespace, options: dict, load: Cal
             raise MetaphraseError("`input` and `format` must be left out with `file`, whose suffix tells the format.")
         if output is None or Path(output).suffix.lower() != suffix.lower():
             raise MetaphraseError(f"`output` must be a file that ends in {suffix} as `file` does, got {output!r}.")
-        # A folder that is missing is an error before any work.
-        Path(output).parent.stat()
+        Path(output).parent.stat()  # A missing folder is an error before any work.
     terms = Terms(arguments.keep, None if arguments.glossary is None else read_glossary(arguments.glossary))
     file = None if arguments.file is None else read_file(str(arguments.file), Path(arguments.file).read_bytes())
     is_page = arguments.format != "text"

@@ -116,7 +116,7 @@ def test_the_longest_block_fills_the_limits():
 def test_limits_and_sentinels_that_do_not_suffice_are_refused():
     with pytest.raises(ValueError, match="must hold the pair of a block of 2 tokens"):
         longest_block(corruption(), 2)
-    with pytest.raises(ValueError, match="`num_sentinels` must be at least 28 for blocks of 568"):
+    with pytest.raises(ValueError, match="`num_sentinels` must be at least 28 for 568 tokens"):
         longest_block(corruption(sentinels=SENTINELS[:27]), 512)
 
 

@@ -100,9 +100,11 @@ def test_trials_differ_and_the_best_recipe_is_complete(data, tmp_path):
 
 
 def test_a_trial_that_is_refused_fails_alone(data, tmp_path, monkeypatch):
-    effects = [MetaphraseError("The loss must be finite"), DEFAULT]
+    effects = [MetaphraseError("The batch is too small"), DEFAULT, MetaphraseError("The loss must be finite"), DEFAULT]
     monkeypatch.setattr(tuning, "make_trainer", Mock(wraps=tuning.make_trainer, side_effect=effects))
-    assert [row["state"] for row in search(data, tmp_path / "run", 1).rows] == ["fail", "complete"]
+    with pytest.raises(MetaphraseError, match="too small"):
+        search(data, tmp_path / "refused", 2)
+    assert [row["state"] for row in search(data, tmp_path / "run", 2).rows] == ["complete", "fail", "complete"]
 
 
 def test_bad_trials_are_pruned(data, tmp_path):

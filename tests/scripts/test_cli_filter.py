@@ -57,7 +57,7 @@ def test_a_finished_run_is_not_repeated_and_not_lost(pairs, capsys):
     ("words", "message"),
     [
         (["pairs.tsv", "--output", "clean.txt"], "`output` must be a .tsv or .jsonl file"),
-        (["pairs.tsv", "--output", "a.en", "a.es", "--weight_column", "2"], "or two texts without weights"),
+        (["pairs.tsv", "--output", "a.en", "a.es", "--weight_column", "2"], "or two text files without weights"),
         (["pairs.tsv", "--output", "pairs.tsv"], "must be another one, got 'pairs.tsv' twice"),
         (["pairs.tsv", "--output", "a.tsv", "--rules", "language"], "`source_lang` or `target_lang` must be given"),
         (["pairs.tsv", "--output", "a.tsv", "--max_length_ratio", "0.1"], "`max_length_ratio` must be at least 1"),

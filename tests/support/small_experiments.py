@@ -40,7 +40,7 @@ def train(data: Path, output: Path, **fields: Any) -> dict:
     return Experiment(make_recipe(data, output, **fields)).train()
 
 
-def compare_resumed(data: Path, run: Path, **fields: Any) -> Path:
+def assert_resumed_equal(data: Path, run: Path, **fields: Any) -> Path:
     """Require that a copy of a run without its last checkpoint ends with the same bytes, and return the copy."""
     cut = shutil.copytree(run, run.with_name("cut"))
     shutil.rmtree(max(cut.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])))

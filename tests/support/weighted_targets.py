@@ -27,7 +27,7 @@ def weighted_loss(model, batch):
     return model(**inputs, loss_of_states=loss, num_items_in_batch=1).loss
 
 
-def compare_accumulated(make_training, pairs, folder, **options):
+def assert_accumulated_equal(make_training, pairs, folder, **options):
     """Require that one batch of all pairs and accumulated batches of one pair train the same weights."""
     weights = []
     for size in (len(pairs), 1):

@@ -6,14 +6,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
-from small_experiments import ONE_STEP, compare_resumed, read_log, train
+from small_experiments import ONE_STEP, assert_resumed_equal, read_log, train
 from small_runs import SMALL
 from small_trainers import make_trainer, tiny_bart
 from subcommands import execute
 from tiny_generator import tiny_pair
 from tiny_models import DESIGNS, MERGED, tiny_model
 from torch.nn.functional import logsigmoid
-from weighted_targets import compare_accumulated, gradient, log_probs_alone, weighted_loss
+from weighted_targets import assert_accumulated_equal, gradient, log_probs_alone, weighted_loss
 
 from metaphrase.choices.completion import complete
 from metaphrase.data.collators import PackedCollator, PairCollator
@@ -109,7 +109,7 @@ def test_rows_are_read_back():
 
 @pytest.mark.parametrize("loss", ["dpo", "cpo"])
 def test_accumulated_batches_are_one(loss, tmp_path):
-    compare_accumulated(lambda: make_training(loss), PAIRS, tmp_path, max_steps=2, learning_rate=1e-2)
+    assert_accumulated_equal(lambda: make_training(loss), PAIRS, tmp_path, max_steps=2, learning_rate=1e-2)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_accuracy_rises_and_a_resumed_run_is_equal(loss, data, preferences, tmp_
     accuracies, losses = logged(tmp_path / "run"), logged(tmp_path / "run", "loss")
     assert len(accuracies) == 3 and accuracies[-1] > max(0.8, accuracies[0]) and losses[-1] < losses[0]
     assert (tmp_path / "run" / REFERENCE_NAME).is_file() == (loss in ("dpo", "ipo"))
-    cut = compare_resumed(data, tmp_path / "run", **fields)
+    cut = assert_resumed_equal(data, tmp_path / "run", **fields)
     # The log of a step counts pairs before the checkpoint, too.
     for name in ("loss", "rewards/accuracies", "rewards/margins"):
         assert logged(cut, name) == logged(tmp_path / "run", name)

@@ -4,11 +4,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from small_experiments import ONE_STEP, compare_resumed, read_log, train
+from small_experiments import ONE_STEP, assert_resumed_equal, read_log, train
 from small_trainers import small_pairs
 from tiny_generator import tiny_pair
 from tiny_models import DESIGNS, MERGED, tiny_model
-from weighted_targets import compare_accumulated, gradient, log_probs_alone, weighted_loss
+from weighted_targets import assert_accumulated_equal, gradient, log_probs_alone, weighted_loss
 
 from metaphrase.analysis.judges import Judge
 from metaphrase.data.collators import PackedCollator, PairCollator
@@ -165,8 +165,6 @@ def make_reward(monkeypatch, score, **fields):
 
 
 def test_accumulated_batches_are_one(tmp_path, monkeypatch):
-    """Candidates here do not depend on the batch."""
-
     def sample(_, sources):
         return [[tuple(ids[:-1]), tuple(ids[::-1]), (*ids[:2], 2)] for ids in sources], [None] * len(sources)
 
@@ -175,7 +173,7 @@ def test_accumulated_batches_are_one(tmp_path, monkeypatch):
         monkeypatch.setattr(reward, "_candidates", sample)
         return reward
 
-    compare_accumulated(make, small_pairs(8, vocab_size=20), tmp_path, max_steps=1, learning_rate=1e-3)
+    assert_accumulated_equal(make, small_pairs(8, vocab_size=20), tmp_path, max_steps=1, learning_rate=1e-3)
 
 
 SCORES = """
@@ -222,7 +220,7 @@ def test_reward_rises_and_a_resumed_run_is_equal(loss, more, scores, data, base,
     train(data, tmp_path / "run", **fields)
     logged = [entry["reward"] for entry in read_log(tmp_path / "run", "reward")]
     assert len(logged) == 3 and logged[2] > logged[0] + 0.2
-    cut = compare_resumed(data, tmp_path / "run", **fields)
+    cut = assert_resumed_equal(data, tmp_path / "run", **fields)
     assert [entry["reward"] for entry in read_log(cut, "reward")] == logged
 
 

@@ -231,7 +231,7 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key, (key_node, _) in zip(keys, node.value, strict=True):
             if not isinstance(key, str) or keys.count(key) > 1:
-                problem = f"the key `{key}` occurs twice" if isinstance(key, str) else f"{key!r} is no name"
+                problem = f"the key `{key}` occurs twice" if isinstance(key, str) else f"the key {key!r} is no name"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         return super().construct_mapping(node, deep)
 
